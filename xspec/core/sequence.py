@@ -1,0 +1,78 @@
+"""A sequence: one choice of a request on its way through the engine, as the host knows it.
+
+The host is always up to two rounds behind the device. `tokens` are facts (committed), `reserved` is
+what the rounds in flight may at most have written; page grants and length limits use the latter.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from xspec.core.request import FinishReason, Request
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # holds no row and no pages
+    RUNNING = "running"  # planned into rounds
+    DRAINING = "draining"  # no longer planned; holds row and pages until its rounds retire
+    FINISHED = "finished"
+
+
+class AfterDrain(enum.Enum):
+    """What becomes of a draining sequence once nothing of it is in flight."""
+
+    FINISH = "finish"
+    REQUEUE = "requeue"  # preempted: recompute later
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`id` is unique in the life of the engine: rows and results are guarded by it.
+
+    A residence is the time a sequence holds a device row. It starts by prefilling every token known
+    then (`prefill_end`); the last of those chunks samples one token, and decode rounds follow.
+    """
+
+    id: int
+    request: Request
+    choice: int
+    seed: int
+    max_len: int  # prompt and answer together never exceed this
+    stop_ids: frozenset[int]  # stop_token_ids and, unless ignored, the model's EOS ids
+    tokens: list[int] = field(default_factory=list)  # prompt + committed answer
+    status: Status = Status.WAITING
+    after_drain: AfterDrain = AfterDrain.FINISH
+    finish_reason: FinishReason | None = None
+    row: int | None = None
+    pages: list[int] = field(default_factory=list)
+    hashed_pages: int = 0  # leading pages already known to the prefix cache
+    computed: int = 0  # tokens whose KV is in the cache, by retired rounds or a prefix hit
+    submitted: int = 0  # prefill frontier: prompt tokens whose KV is computed or in flight
+    prefill_end: int = 0  # tokens to prefill in this residence
+    unseen: int = 0  # most tokens that the rounds in flight may still commit
+    in_flight: int = 0  # rounds in flight that this sequence takes part in
+    cached_tokens: int = 0  # prompt tokens served by the prefix cache at first admission
+    preemptions: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def answer_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def reserved(self) -> int:
+        """Most tokens (prompt and answer) it may have once every round in flight has retired."""
+        return len(self.tokens) + self.unseen
+
+    @property
+    def prefilling(self) -> bool:
+        return self.submitted < self.prefill_end
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the rounds in flight may already fill the sequence: nothing more may be planned."""
+        return self.reserved >= self.max_len

@@ -1,0 +1,57 @@
+"""The target contract: what the engine and the drafters may ask of a model family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xspec.nn.inputs import ForwardInputs
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """Sizes the rest of the engine plans with."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    max_position: int
+    loops: int = 1  # D of a looped transformer; 1 elsewhere
+
+    @property
+    def kv_planes(self) -> int:
+        """KV slabs the model writes: one per layer and loop."""
+        return self.num_layers * self.loops
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.kv_planes * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Result of a forward pass. `taps` are the residual streams a drafter asked for, in its order."""
+
+    last: torch.Tensor  # [N, hidden], after the final norm
+    residual: torch.Tensor  # [N, hidden], before it
+    taps: tuple[torch.Tensor, ...] = ()
+
+
+class Target(Protocol):
+    spec: TargetSpec
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        inputs: ForwardInputs,
+        kv: tuple[torch.Tensor, ...],
+        taps: tuple[int, ...] = (),
+    ) -> Hidden:
+        """tokens [N] int64 -> hidden states; writes the rows' K/V into `kv` (one slab per plane)."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] after the final norm -> [N, vocab] in the model's dtype."""

@@ -1,0 +1,34 @@
+"""What a forward pass needs besides tokens. Handed down through every layer, never global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring sequences of the flat row axis that attention may treat as one dense block.
+
+    Sequences [first, first + count) of the page table, each with `rows` consecutive query rows, read
+    at most `pages` pages. Host-side sizes: device-driven kernels may ignore them. `first_row` is the
+    flat index of the segment's first row.
+    """
+
+    first: int
+    count: int
+    rows: int
+    pages: int
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """N flat rows over S sequences. Rows of one sequence are consecutive and ascending in position."""
+
+    positions: torch.Tensor  # [N] int64: rotary position of each row
+    slots: torch.Tensor  # [N] int64: flat KV slot (page * block_size + offset) each row writes
+    kv_lens: torch.Tensor  # [N] int64: keys each row may see, itself included (causal by construction)
+    page_table: torch.Tensor  # [S, P] int64
+    segments: tuple[Segment, ...]  # cover all rows, in order

@@ -1,0 +1,64 @@
+"""What a device offers the engine: streams, events, pinned memory, captured calls, kernels.
+
+Device names appear only below `platform/` and `kernels/`; everything else asks these protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from xspec.core.shapes import BucketGrid
+    from xspec.kernels.base import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What this platform can do; build checks demands against it and reports every gap at once."""
+
+    dtypes: frozenset[torch.dtype]
+    default_dtype: torch.dtype  # what --dtype=auto means here
+    graph_backends: frozenset[str]
+    default_graph_backend: str
+    ring_slots: int  # rounds in flight with --enable_task_pipeline; measured per platform
+
+
+class Event(Protocol):
+    def done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block the calling (host) thread until the device has passed the event."""
+
+
+class Captured(Protocol):
+    """A prepared call on fixed buffers. Replaying reads and writes only the buffers it was made with."""
+
+    def replay(self) -> None: ...
+
+
+class Platform(Protocol):
+    name: str
+    abilities: Abilities
+
+    def device(self) -> torch.device: ...
+
+    def event(self) -> Event:
+        """Record an event after everything submitted so far."""
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that device copies may target asynchronously."""
+
+    def capture(self, fn: Callable[[], None]) -> Captured:
+        """Prepare `fn`, which must only touch buffers that outlive it, for replay."""
+
+    def bucket_grid(self, max_rows: int) -> BucketGrid:
+        """The decode buckets that pay on this platform."""
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(free, total) bytes of the memory the KV cache lives in."""
+
+    def kernels(self) -> Kernels: ...

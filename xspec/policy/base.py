@@ -1,0 +1,33 @@
+"""The policy contract: decide from what retired rounds said, and from nothing else.
+
+A policy is deterministic: no clock, no rank, no torch. The same views and feedback in the same order
+give the same plans, so a recorded trace replays to the same decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from xspec.core.round import RoundFeedback, SpeculationPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyView:
+    """What a policy may look at when it plans: the batch to be, never the results of rounds in flight."""
+
+    plan_id: int
+    sequence_ids: tuple[int, ...]  # decode rows of the coming round
+    kv_bounds: tuple[int, ...]  # their KV length bounds, aligned
+    waiting: int
+    prefill_tokens: int
+
+
+class Policy(Protocol):
+    name: str
+
+    def plan(self, view: PolicyView) -> SpeculationPlan:
+        """The speculation of the coming round. Called once per round, prefill-only rounds included."""
+
+    def observe(self, feedback: RoundFeedback) -> None:
+        """A round retired and its commit succeeded. Called in round order."""
