@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from xspec.core.request import FinishReason, Request
+from xspec.core.request import FinishReason, Request, TokenLogprob
 
 
 class Status(enum.Enum):
@@ -46,14 +46,16 @@ class Sequence:
     finish_reason: FinishReason | None = None
     row: int | None = None
     pages: list[int] = field(default_factory=list)
-    hashed_pages: int = 0  # leading pages already known to the prefix cache
+    block_hashes: list[bytes] = field(default_factory=list)  # of the leading pages already published
     computed: int = 0  # tokens whose KV is in the cache, by retired rounds or a prefix hit
     submitted: int = 0  # prefill frontier: prompt tokens whose KV is computed or in flight
     prefill_end: int = 0  # tokens to prefill in this residence
     unseen: int = 0  # most tokens that the rounds in flight may still commit
     in_flight: int = 0  # rounds in flight that this sequence takes part in
     cached_tokens: int = 0  # prompt tokens served by the prefix cache at first admission
+    started_s: float = 0.0  # when its first round was submitted (0: not yet); for metrics only
     preemptions: int = 0
+    scores: list[TokenLogprob] = field(default_factory=list)  # prompt logprobs of prompt_ids[1:]
 
     @property
     def prompt_len(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +44,17 @@ class TextOutput:
     error: str | None = None
 
 
+class TextStream(Protocol):
+    """Outputs of one request as they come. `aclose` aborts what is unfinished, also before the first
+    output was asked for (a bare async generator does not notice that: its body never began)."""
+
+    def __aiter__(self) -> TextStream: ...
+
+    async def __anext__(self) -> TextOutput: ...
+
+    async def aclose(self) -> None: ...
+
+
 class Engine(Protocol):
     """The asyncio engine. All methods are called on the event loop thread."""
 
@@ -57,7 +68,7 @@ class Engine(Protocol):
 
     def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
-    ) -> AsyncIterator[TextOutput]:
+    ) -> TextStream:
         """Admit and stream. RequestError is raised by this call itself, before anything is streamed.
 
         Outputs of the `params.n` choices interleave. Closing the iterator early aborts the request.

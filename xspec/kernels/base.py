@@ -1,21 +1,50 @@
 """The kernel contract: same signatures on every platform, parity-tested against `reference.py`.
 
-N rows, H query heads, G KV heads, D head size, P pages a table row, B block size.
+N rows, H query heads, G KV heads, D head size, P pages a table row. Nothing here knows a model family.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from xspec.nn.inputs import ForwardInputs
+if TYPE_CHECKING:
+    from xspec.nn.inputs import ForwardInputs
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What the attention of every layer of a model has in common. `scale` multiplies q . k."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: torch.dtype
 
 
 class PackedLinear(Protocol):
-    """A weight laid out for this device. Calling it maps [N, in] to [N, out]."""
+    """A weight laid out for this device."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, in] -> a new [N, out]: x @ weight.T + bias, plus `add` [N, out] where given (a residual)."""
+
+
+class PagedAttention(Protocol):
+    """One forward pass's view of the paged cache, prepared once and used by every layer."""
+
+    def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
+        """Write kv [N, 2 * G, D] (keys, then values) at the rows' slots."""
+
+    def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
+        """Grouped-query attention: q [N, H, D] over the pages of each row's sequence -> [N, H * D].
+
+        Row n sees the first kv_lens[n] keys of its sequence, so decode, ragged verification and
+        chunked prefill are the same call. Keys past kv_lens[n] weigh exactly 0. A row with
+        kv_lens 0 (padding) yields finite numbers that mean nothing.
+        """
 
 
 class Kernels(Protocol):
@@ -23,23 +52,23 @@ class Kernels(Protocol):
         """Lay out weight [out, in] (and bias [out]) for repeated use; the caller drops its own copy."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last axis, accumulated in fp32 (fp64 stays fp64)."""
+        """x / rms(x) * weight over the last axis; weight broadcasts against x.
 
-    def rope(self, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate halves (NeoX). q [N, H, D], k [N, G, D], cos_sin [N, 2, D] (cos and signed sin)."""
+        Half types are normalised in fp32, rounded, then multiplied by weight; fp64 stays fp64.
+        """
+
+    def rope_(self, heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """Rotate halves (NeoX) in place. heads [N, *, D], cos_sin [N, 2, D]: cosines, then sines
+        whose first half is negated."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [N, 2 * F] -> [N, F]."""
 
     def kv_slab(self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """One layer's K/V storage in the layout this platform's attention reads."""
+        """One plane's zeroed K/V storage in the layout this platform's attention reads."""
 
-    def store_kv(self, slab: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write k, v [N, G, D] at flat slots [N]."""
+    def paged_attention(self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor) -> PagedAttention:
+        """Prepare what every layer of this forward pass shares: masks, page ids, work tiles.
 
-    def attention(self, q: torch.Tensor, slab: torch.Tensor, inputs: ForwardInputs, scale: float) -> torch.Tensor:
-        """Paged grouped-query attention: q [N, H, D] over the pages of each row's sequence -> [N, H, D].
-
-        Row n sees the first kv_lens[n] keys of its sequence, so decode, ragged verification and
-        chunked prefill are the same call.
+        `slab` is any plane of the cache the pass runs on; only its layout matters here.
         """

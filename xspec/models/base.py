@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from xspec.kv.layout import KVLayout
 from xspec.nn.inputs import ForwardInputs
 
 
@@ -28,8 +29,8 @@ class TargetSpec:
         """KV slabs the model writes: one per layer and loop."""
         return self.num_layers * self.loops
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.kv_planes * self.kv_heads * self.head_dim * dtype.itemsize
+    def kv_layout(self, block_size: int, dtype: torch.dtype) -> KVLayout:
+        return KVLayout(self.kv_planes, self.kv_heads, self.head_dim, block_size, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,10 @@ class Target(Protocol):
         kv: tuple[torch.Tensor, ...],
         taps: tuple[int, ...] = (),
     ) -> Hidden:
-        """tokens [N] int64 -> hidden states; writes the rows' K/V into `kv` (one slab per plane)."""
+        """tokens [N] int64 -> hidden states; writes the rows' K/V into `kv` (one slab per plane).
+
+        Tap i is the residual stream after i layers (0: the embedding).
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] after the final norm -> [N, vocab] in the model's dtype."""

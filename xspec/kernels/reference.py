@@ -1,0 +1,87 @@
+"""The kernels in plain torch: any dtype, any device, one loop per row, meant to be read.
+
+Every other platform is tested for parity with this file. Speed is nobody's concern here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from xspec.kernels.base import AttentionShape
+
+if TYPE_CHECKING:
+    from xspec.nn.inputs import ForwardInputs
+
+
+class ReferenceLinear:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, self._weight, self._bias)
+        return y if add is None else y + add
+
+
+class ReferenceAttention:
+    def __init__(self, inputs: ForwardInputs, shape: AttentionShape) -> None:
+        self._inputs, self._shape = inputs, shape
+        sequences = torch.full_like(inputs.positions, -1)
+        for segment in inputs.segments:
+            for i in range(segment.count):
+                start = segment.first_row + i * segment.rows
+                sequences[start : start + segment.rows] = segment.first + i
+        self._sequences = sequences  # [N]: which row of the page table each query row reads
+
+    def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
+        kv_heads, block_size = slab.shape[1], slab.shape[3]
+        for row, slot in enumerate(self._inputs.slots.tolist()):
+            page, offset = divmod(slot, block_size)
+            slab[0, :, page, offset] = kv[row, :kv_heads]
+            slab[1, :, page, offset] = kv[row, kv_heads:]
+
+    def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(q)
+        accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+        group = self._shape.heads // self._shape.kv_heads
+        for row, (sequence, length) in enumerate(
+            zip(self._sequences.tolist(), self._inputs.kv_lens.tolist(), strict=True)
+        ):
+            pages = slab[:, :, self._inputs.page_table[sequence]]  # [2, G, P, block, D]
+            keys, values = pages.flatten(2, 3)[:, :, :length].to(accumulate)  # [G, length, D] each
+            for head in range(self._shape.heads):
+                scores = keys[head // group] @ q[row, head].to(accumulate) * self._shape.scale
+                out[row, head] = (torch.softmax(scores, 0) @ values[head // group]).to(q.dtype)
+        return out.flatten(1)
+
+
+class ReferenceKernels:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return normal.to(x.dtype) * weight
+
+    def rope_(self, heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        cos, sin = cos_sin[:, :1], cos_sin[:, 1:]
+        first, second = heads.chunk(2, dim=-1)
+        heads.copy_(heads * cos + torch.cat((second, first), dim=-1) * sin)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def kv_slab(self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(2, kv_heads, pages, block_size, head_dim, dtype=dtype, device=self._device)
+
+    def paged_attention(
+        self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor
+    ) -> ReferenceAttention:
+        return ReferenceAttention(inputs, shape)

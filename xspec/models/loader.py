@@ -1,0 +1,71 @@
+"""From files to a Target: open the checkpoint, check it against its config, build, pack.
+
+Knows no family and no kernel by name; peak memory is the packed model and the matrix being packed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from xspec.errors import ConfigError
+from xspec.kernels.base import Kernels
+from xspec.models.blocks import ROPE_FACTORS, Decoder, build_decoder, optional_tensors, tensor_shapes
+from xspec.models.checkpoint import Checkpoint, check_tensors
+from xspec.models.config import DecoderConfig
+from xspec.models.gguf_loader import GgufCheckpoint
+from xspec.models.locate import is_gguf
+from xspec.models.registry import read_config
+from xspec.models.safetensors_loader import SafetensorsCheckpoint
+from xspec.nn.rope import RopeScaling
+
+Progress = Callable[[int, int], None]
+"""Called with (weights read, weights in all) after every tensor."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """`path` as models/locate.py returns it."""
+    return GgufCheckpoint(path) if is_gguf(path) else SafetensorsCheckpoint(path)
+
+
+def decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
+    config = read_config(checkpoint.config, checkpoint.name)
+    if ROPE_FACTORS in checkpoint.shapes:  # only GGUF stores scaled frequencies as a tensor
+        config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling=RopeScaling.FACTORS))
+    return config
+
+
+def load_target(
+    path: Path,
+    kernels: Kernels,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_position: int | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """`max_position` (at most the config's, its default) bounds the rotary table, nothing else."""
+    checkpoint = open_checkpoint(path)
+    try:
+        config = decoder_config(checkpoint)
+        expected = tensor_shapes(config)
+        check_tensors(checkpoint, expected, optional_tensors(config))
+        positions = config.max_position if max_position is None else max_position
+        if not 1 <= positions <= config.max_position:
+            raise ConfigError(f"--max_model_len={positions}: this model allows 1 to {config.max_position}")
+        total, done = sum(math.prod(shape) for shape in expected.values()), 0
+
+        def fill(name: str, out: torch.Tensor) -> None:
+            nonlocal done
+            checkpoint.read(name, out)
+            done += out.numel()
+            if progress is not None:
+                progress(done, total)
+
+        return build_decoder(config, fill, kernels, dtype, device, positions)
+    finally:
+        checkpoint.close()

@@ -1,0 +1,83 @@
+"""A Hugging Face directory as a Checkpoint: config.json and memory-mapped safetensors, single or sharded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from xspec.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+class SafetensorsCheckpoint:
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.config: Mapping[str, Any] = read_json(path / "config.json")
+        self._files: dict[str, Any] = {}  # tensor name -> the open file that holds it
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        quantised = []
+        for file in _weight_files(path):
+            handle = _open(path / file)
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
+                if name in self._files:
+                    raise CheckpointError(f"{path}: tensor {name} lies in more than one file")
+                part = handle.get_slice(name)
+                self._files[name] = handle
+                self.shapes[name] = tuple(part.get_shape())
+                if part.get_dtype() not in FLOATS and not name.endswith("inv_freq"):
+                    quantised.append(f"{name} is {part.get_dtype()}")
+        if quantised:
+            lines = "\n".join(f"  - {line}" for line in quantised)
+            raise CheckpointError(f"{path}: only {', '.join(FLOATS)} weights are read:\n{lines}")
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._files[name].get_tensor(name))
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _weight_files(path: Path) -> list[str]:
+    """The index decides where there is one, so that leftover files beside it do not matter."""
+    if not (path / INDEX).is_file():
+        if (path / SINGLE).is_file():
+            return [SINGLE]
+        weights = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+        raise CheckpointError(
+            f"{path} has neither {SINGLE} nor {INDEX}; weight files found: {', '.join(weights) or 'none'}"
+        )
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / INDEX} has no weight_map")
+    files = sorted({str(file) for file in weight_map.values()})
+    outside = [file for file in files if Path(file).name != file]
+    if outside:
+        raise CheckpointError(f"{path / INDEX} names files outside its directory: {', '.join(outside)}")
+    absent = [file for file in files if not (path / file).is_file()]
+    if absent:
+        raise CheckpointError(f"{path / INDEX} names files that are not there: {', '.join(absent)}")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path} ({path.stat().st_size} bytes): {error}") from error

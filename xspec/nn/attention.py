@@ -1,0 +1,45 @@
+"""Grouped-query attention of one layer: fused projection, rotation in place, paged cache, output.
+
+Query, key and value heads lie side by side in one buffer, so rotation and the cache write take one
+call each. How the cache is read is the kernels' business.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from xspec.kernels.base import AttentionShape, Kernels, PackedLinear, PagedAttention
+from xspec.nn.norm import RMSNorm
+
+
+class GroupedAttention:
+    """`head_norm` (qk-norm) acts on query and key heads together: its weight is [H + G, D]."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        shape: AttentionShape,
+        qkv: PackedLinear,
+        output: PackedLinear,
+        head_norm: RMSNorm | None,
+    ) -> None:
+        self._kernels, self._shape = kernels, shape
+        self._qkv, self._output, self._head_norm = qkv, output, head_norm
+        self._rotated = shape.heads + shape.kv_heads
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cos_sin: torch.Tensor,
+        paged: PagedAttention,
+        slab: torch.Tensor,
+    ) -> torch.Tensor:
+        """x, residual [N, hidden] -> residual + attention(x); the rows' keys and values enter `slab`."""
+        qkv = self._qkv(x).view(x.shape[0], -1, self._shape.head_dim)  # [N, H + 2 * G, D]
+        rotated = qkv[:, : self._rotated]
+        if self._head_norm is not None:
+            rotated.copy_(self._head_norm(rotated))
+        self._kernels.rope_(rotated, cos_sin)
+        paged.store(slab, qkv[:, self._shape.heads :])
+        return self._output(paged.attend(qkv[:, : self._shape.heads], slab), residual)

@@ -1,0 +1,67 @@
+"""Rotary positions: inverse frequencies with their scalings, and a table of cosines and sines.
+
+Angles are computed in fp32 whatever the model's dtype, as the reference implementations do.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+class RopeScaling(enum.Enum):
+    NONE = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    FACTORS = "factors"  # one divisor per frequency, stored in the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    theta: float
+    scaling: RopeScaling = RopeScaling.NONE
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """[D / 2] fp32. `factors` [D / 2] is required by, and only by, RopeScaling.FACTORS."""
+    frequencies = 1.0 / (config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    match config.scaling:
+        case RopeScaling.NONE:
+            return frequencies
+        case RopeScaling.LINEAR:
+            return frequencies / config.factor
+        case RopeScaling.LLAMA3:
+            return _llama3(config, frequencies)
+        case RopeScaling.FACTORS:
+            if factors is None:
+                raise ValueError("RopeScaling.FACTORS needs the checkpoint's factors")
+            return frequencies / factors.float()
+
+
+def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended by how often they turn."""
+    turns = config.original_max_position / (2 * math.pi / frequencies)
+    smooth = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / config.factor + smooth * frequencies
+
+
+class RopeTable:
+    """cos_sin of every position: [positions, 2, D], the sines of the first half negated."""
+
+    def __init__(self, frequencies: torch.Tensor, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+        self._table = table.to(device=device, dtype=dtype)
+
+    def gather(self, positions: torch.Tensor) -> torch.Tensor:
+        """[N, 2, D] for positions [N]; a position past the table raises."""
+        return self._table.index_select(0, positions)

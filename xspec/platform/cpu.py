@@ -1,0 +1,140 @@
+"""The CPU as a device: work is done when the call returns, so events are always past.
+
+Memory figures respect cgroup limits, because a container's /proc/meminfo shows the whole host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from xspec.core.shapes import BucketGrid
+from xspec.errors import ConfigError
+from xspec.platform.base import Abilities, Captured, Event
+
+if TYPE_CHECKING:
+    from xspec.kernels.base import Kernels
+
+
+class PastEvent:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class PreparedCall:
+    """A bucket's call on padded shapes. Replaying it is calling it."""
+
+    def __init__(self, fn: Callable[[], None]) -> None:
+        self._fn = fn
+
+    def replay(self) -> None:
+        self._fn()
+
+
+class CpuPlatform:
+    name = "cpu"
+
+    def __init__(self) -> None:
+        dtypes = {torch.float64, torch.float32, torch.bfloat16}
+        if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            dtypes.add(torch.float16)
+        capabilities = torch.cpu.get_capabilities()
+        fast_bf16 = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+        self.abilities = Abilities(
+            dtypes=frozenset(dtypes),
+            default_dtype=torch.bfloat16 if fast_bf16 else torch.float32,
+            graph_backends=frozenset({"off", "cpu"}),
+            default_graph_backend="cpu",
+            ring_slots=2,
+            modest_cache_bytes=2 * 2**30,
+        )
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def event(self) -> Event:
+        return PastEvent()
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def capture(self, fn: Callable[[], None]) -> Captured:
+        return PreparedCall(fn)
+
+    def bucket_grid(self, max_rows: int) -> BucketGrid:
+        return BucketGrid.fine(max_rows)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return memory_bytes(Path("/proc"), Path("/sys/fs/cgroup"))
+
+    def kernels(self) -> Kernels:
+        from xspec.kernels.cpu import CpuKernels  # loaded by the platform that was chosen
+
+        return CpuKernels()
+
+
+def memory_bytes(proc: Path, cgroup: Path) -> tuple[int, int]:
+    """(free, total): the host's figures, narrowed by every cgroup limit that applies to this process."""
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        free, total = fields["MemAvailable"], fields["MemTotal"]
+    except (OSError, KeyError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"cannot tell how much memory is free from {proc / 'meminfo'} ({error!r}): set --max_cache_size"
+        ) from error
+    for limit, used in _cgroup_limits(proc, cgroup):
+        total = min(total, limit)
+        free = min(free, max(0, limit - used))
+    return free, total
+
+
+def _cgroup_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
+    """(limit, used) of each limited cgroup from this process's own up to the root (v2, else v1)."""
+    v2_path, v1_path = "/", "/"
+    try:
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                v2_path = path
+            elif "memory" in controllers.split(","):
+                v1_path = path
+    except (OSError, ValueError):
+        pass  # no cgroups here: only the roots are looked at
+    trees = (
+        (cgroup, v2_path, "memory.max", "memory.current", "inactive_file"),
+        (cgroup / "memory", v1_path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    limits = []
+    for root, path, limit_file, used_file, reclaimable in trees:
+        for folder in _up_to_root(root, path):
+            limit, used = _read_int(folder / limit_file), _read_int(folder / used_file)
+            if limit is not None and used is not None:
+                limits.append((limit, max(0, used - _stat(folder / "memory.stat", reclaimable))))
+    return limits
+
+
+def _up_to_root(root: Path, path: str) -> list[Path]:
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max": no limit
+        return None
+
+
+def _stat(path: Path, key: str) -> int:
+    try:
+        pairs = dict(line.split()[:2] for line in path.read_text().splitlines())
+        return int(pairs.get(key, 0))
+    except (OSError, ValueError):
+        return 0
