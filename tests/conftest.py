@@ -1,4 +1,4 @@
-"""Shared fixtures: test data, the embedded model, the event-loop guard; and thread settings before torch loads."""
+"""Shared fixtures: test data, the embedded model, the loop guard. Settles threads before torch loads."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture
 def loop_guard() -> Iterator[None]:
-    """Raises where code of ours (not of the test) blocks a running event loop: sleep, lock, file or socket I/O."""
+    """Raises where our code (not the test's) blocks a running event loop: sleep, lock, file or socket I/O."""
     blockbuster = pytest.importorskip("blockbuster", reason="blockbuster comes with the dev extra")
     with blockbuster.blockbuster_ctx(["xspec", "xspec_cli"]):
         yield

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import orjson
 import tokenizers
+from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from xspec.core.request import FinishReason, SamplingParams, TokenLogprob
@@ -32,7 +34,8 @@ EOS = "<|end|>"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('system comes first') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}{% if thinking is defined %}{{ thinking }}{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if thinking is defined %}{{ thinking }}{% endif %}"
 )
 
 
@@ -224,8 +227,6 @@ class Served:
 
     async def events(self, path: str, body: Any) -> list[Any]:
         """The decoded frames of a stream; the closing [DONE] is checked and dropped."""
-        import orjson
-
         async with self.http.post(self.url + path, json=body) as response:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
@@ -247,8 +248,6 @@ async def served(
     runner = make_runner(make_app(handle, settings or ServiceSettings()))
     await runner.setup()
     try:
-        from aiohttp import web
-
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
         async with aiohttp.ClientSession() as http:

@@ -1,7 +1,7 @@
 """The floor table of the architecture, held by reading every import.
 
-A module imports lower floors, and on its own floor only what the table lists above it. The checks are functions
-of a source tree, so that each of them is also shown to fail on a tree that breaks it.
+A module imports lower floors, and on its own floor only what the table lists above it. The checks are
+functions of a source tree, so that each of them is also shown to fail on a tree that breaks it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 PACKAGES = ("xspec", "xspec_cli")
 
-# Package or module -> its floor, in order. The longest matching name decides. `nn.inputs` is a word of its own:
-# kernels are written against it, and the layers of nn against kernels.
+# Packages or modules by floor, in order; the longest matching name decides. `nn.inputs` stands apart: kernels
+# are written against it, and the layers of nn against kernels.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("xspec", "xspec.errors", "xspec.threads", "xspec.progress", "xspec.config", "xspec.core"),
     ("xspec.text", "xspec.cost", "xspec.policy", "xspec.sched", "xspec.metrics", "xspec.sim"),
@@ -36,14 +36,23 @@ LINE_CAP = 380
 
 # Words that name a device or something only one kind of device has.
 DEVICE_WORDS = frozenset(
-    "cuda cudnn cublas cudagraph cudagraphs flashinfer npu ascend aclgraph atb hccl nccl rocm hip xpu mps "
-    "mkldnn onednn amx".split()
+    ("cuda", "cudnn", "cublas", "cudagraph", "cudagraphs", "flashinfer", "npu", "ascend", "aclgraph", "atb")
+    + ("hccl", "nccl", "rocm", "hip", "xpu", "mps", "mkldnn", "onednn", "amx")
 )
 NAMES_DEVICES = ("xspec.platform", "xspec.kernels")
 # Flag names and choices are a user's words; the table and the config that holds them must spell them.
 SPELLS_FLAGS = re.compile(r"xspec\.config|xspec_cli\.flags(_\w+)?")
 
-HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "aiohttp", "jinja2", "prometheus_client")
+HEAVY = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "aiohttp",
+    "jinja2",
+    "prometheus_client",
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,9 @@ def upward(modules: Mapping[str, Module]) -> list[str]:
         for target in sorted(targets):
             here, there = place_of(name), place_of(target)
             if here is not None and there is not None and there > here:
-                found.append(f"{name} (floor {here[0]}.{here[1]}) imports {target} (floor {there[0]}.{there[1]})")
+                found.append(
+                    f"{name} (floor {here[0]}.{here[1]}) imports {target} (floor {there[0]}.{there[1]})"
+                )
     return found
 
 
@@ -176,7 +187,9 @@ def docstrings(tree: ast.Module) -> set[int]:
     return {
         id(node.value)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     }
 
 
@@ -234,7 +247,7 @@ def test_files_stay_short() -> None:
         (
             upward,
             {
-                "xspec/core/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import xspec.sched.b\n",
+                "xspec/core/a.py": "import typing\nif typing.TYPE_CHECKING:\n    import xspec.sched.b\n",
                 "xspec/sched/b.py": "",
             },
             ["xspec.core.a (floor 0.5) imports xspec.sched.b (floor 1.3)"],
@@ -249,7 +262,11 @@ def test_files_stay_short() -> None:
             {"xspec/core/a.py": "from . import b\n", "xspec/core/b.py": "from xspec.core.a import name\n"},
             ["xspec.core.a -> xspec.core.b -> xspec.core.a"],
         ),
-        (torch_below, {"xspec/policy/a.py": "import torch.nn\n", "xspec/nn/b.py": "import torch\n"}, ["xspec.policy.a"]),
+        (
+            torch_below,
+            {"xspec/policy/a.py": "import torch.nn\n", "xspec/nn/b.py": "import torch\n"},
+            ["xspec.policy.a"],
+        ),
         (
             devices_named,
             {
@@ -286,7 +303,7 @@ def test_places() -> None:
     assert place_of("xspec_cli.main") == (6, 2)
 
 
-# Imports each module in a forked child, so that none sees what another one loaded; `preload` is paid for once.
+# Each module is imported in a forked child, so none sees what another loaded; `preload` is paid for once.
 LONE_IMPORTS = """
 import importlib, json, os, sys
 names, preload, forbidden = json.load(sys.stdin)
@@ -311,7 +328,9 @@ for name in names:
 """
 
 
-def lone_imports(names: Sequence[str], preload: Sequence[str], forbidden: Sequence[str], cwd: Path = REPO) -> str:
+def lone_imports(
+    names: Sequence[str], preload: Sequence[str], forbidden: Sequence[str], cwd: Path = REPO
+) -> str:
     task = json.dumps([list(names), list(preload), list(forbidden)])
     done = subprocess.run(
         [sys.executable, "-c", LONE_IMPORTS], input=task, capture_output=True, text=True, cwd=cwd, timeout=240
@@ -363,5 +382,7 @@ async def test_the_loop_guard_catches_our_blocking_calls(loop_guard: None, owner
 def test_the_command_line_starts_light() -> None:
     """Start-up time, by its cause: --help must not pay for libraries it does not use."""
     script = f"import sys, xspec_cli.main; print([name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=120
+    )
     assert done.stdout.strip() == "[]", done.stderr

@@ -83,7 +83,7 @@ def test_float32_noise_is_the_float64_noise_rounded() -> None:
     keys, positions = keys_of((9, 0)), torch.tensor([4])
     fine = noise.gumbel(keys, positions, dtype=torch.float64)
     coarse = noise.gumbel(keys, positions).double()
-    assert (fine - coarse).abs()[fine > -2].max() < 3e-6
+    assert (fine - coarse).abs()[fine > 0].max() < 1e-6
     assert (fine - coarse).abs().max() < 0.4  # the far low tail, where u is within 2^-24 of 1
 
 

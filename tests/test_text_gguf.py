@@ -11,7 +11,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_corpus import CORPUS, embedded_gguf, write_gguf
+from text_corpus import CORPUS, embedded_gguf, embedded_reference, write_gguf
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
@@ -28,9 +28,7 @@ def smol() -> TextAssets:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    transformers = pytest.importorskip("transformers")
-    path = embedded_gguf()
-    return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    return embedded_reference()
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,9 @@ def published(reference: Any) -> Backend:
     """SmolLM2's own tokenizer.json splits digits one by one; transformers' GGUF reader leaves that out."""
     backend = Backend.from_str(reference.backend_tokenizer.to_str())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
     return backend
 
 
@@ -93,7 +93,11 @@ def test_unicode_digits_follow_the_published_tokenizer(
 def test_any_text_follows_the_published_tokenizer(smol: TextAssets, published: Backend, text: str) -> None:
     ids = smol.tokenizer.encode(text)
     assert ids == published.encode(text).ids
-    assert smol.tokenizer.decode(ids, skip_special_tokens=False) == text
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = "".join(piece for piece, _ in level.pre_tokenize_str(text))
+    # The vocabulary lacks a few bytes (such as F1, which begins unassigned planes): those are lost.
+    if all(published.token_to_id(char) is not None for char in spelled):
+        assert smol.tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 # Pre-tokenizers
@@ -178,8 +182,13 @@ def test_pre_tokenizers_by_hand(tmp_path: Path, name: str | None, pieces: list[s
 def test_only_qwen_normalises_and_only_llama3_takes_whole_pieces(tmp_path: Path) -> None:
     made = {}
     for name in PIECES:
-        backend = read_gguf_text(write_gguf(tmp_path / "m.gguf", gpt2_fields(pre=name, merges=["h e"]))).backend
-        made[name] = (backend.encode("e\u0301").ids == backend.encode("\u00e9").ids, backend.encode("hell").tokens)
+        backend = read_gguf_text(
+            write_gguf(tmp_path / "m.gguf", gpt2_fields(pre=name, merges=["h e"]))
+        ).backend
+        made[name] = (
+            backend.encode("e\u0301").ids == backend.encode("\u00e9").ids,
+            backend.encode("hell").tokens,
+        )
     whole = {name: "hell" in tokens for name, (_, tokens) in made.items()}
     assert {name for name, (same, _) in made.items() if same} == {"qwen2"}
     assert {name for name, found in whole.items() if found} == {"llama-bpe"}
@@ -192,7 +201,12 @@ def test_qwen2_and_gpt2_equal_transformers_classes(tmp_path: Path) -> None:
     vocab = {token: index for index, token in enumerate(fields["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     for name, cls in (("qwen2", transformers.Qwen2Tokenizer), ("gpt-2", transformers.GPT2Tokenizer)):
-        kwargs = {"unk_token": "<|end|>", "eos_token": "<|end|>", "bos_token": "<|bos|>", "pad_token": "<|end|>"}
+        kwargs = {
+            "unk_token": "<|end|>",
+            "eos_token": "<|end|>",
+            "bos_token": "<|bos|>",
+            "pad_token": "<|end|>",
+        }
         oracle = cls(vocab=vocab, merges=merges, **kwargs)
         backend = read_gguf_text(write_gguf(tmp_path / "m.gguf", gpt2_fields(pre=name))).backend
         for text in CORPUS:
@@ -252,7 +266,20 @@ def test_ends_templates_and_defaults(tmp_path: Path) -> None:
 
 # SentencePiece
 
-PARTS = ["\u2581", *"abcd", "ab", "bc", "abc", "\u2581a", "cd", "\u2581ab", "aa", "aaa", "bcd", "\u2581\u2581"]
+PARTS = [
+    "\u2581",
+    *"abcd",
+    "ab",
+    "bc",
+    "abc",
+    "\u2581a",
+    "cd",
+    "\u2581ab",
+    "aa",
+    "aaa",
+    "bcd",
+    "\u2581\u2581",
+]
 
 
 def spm_fields(order: list[str] | None = None, **changes: Any) -> dict[str, Any]:
@@ -278,7 +305,11 @@ def spm_naively(fields: dict[str, Any], text: str) -> list[int]:
     rank = {token: fields["tokenizer.ggml.scores"][ids[token]] for token in tokens[259:]}
     symbols = list(("\u2581" + text if text else "").replace(" ", "\u2581"))
     while True:
-        pairs = [(rank[a + b], -i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in rank]
+        pairs = [
+            (rank[a + b], -i)
+            for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))
+            if a + b in rank
+        ]
         if not pairs:
             break
         at = -max(pairs)[1]
@@ -304,7 +335,9 @@ def test_sentencepiece_equals_greedy_merging(
 
 def test_sentencepiece_prefix_and_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_text(write_gguf(tmp_path / "m.gguf", spm_fields())).tokenizer
-    pieces = [tokenizer.piece(token_id) for token_id in tokenizer.encode("ab</s>ab", add_special_tokens=False)]
+    pieces = [
+        tokenizer.piece(token_id) for token_id in tokenizer.encode("ab</s>ab", add_special_tokens=False)
+    ]
     assert pieces == ["\u2581ab", "</s>", "\u2581ab"]
     plain = load_text(write_gguf(tmp_path / "n.gguf", spm_fields(add_space_prefix=False))).tokenizer
     assert [plain.piece(token_id) for token_id in plain.encode("ab b")] == ["<s>", "ab", "\u2581", "b"]
@@ -332,7 +365,9 @@ def test_sentencepiece_prefix_and_special_tokens(tmp_path: Path) -> None:
         ({"bos_token_id": None, "add_bos_token": True}, "bos_token_id is missing, but add_bos_token is true"),
     ],
 )
-def test_refusals_name_file_key_and_allowed_values(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_refusals_name_file_key_and_allowed_values(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     path = write_gguf(tmp_path / "bad.gguf", gpt2_fields(**changes))
     with pytest.raises(CheckpointError) as caught:
         load_text(path)
@@ -371,15 +406,35 @@ def test_every_truncation_is_a_checkpoint_error(tmp_path: Path) -> None:
         (b"GGUF" + b"\x00\x00\x00\x03" + bytes(16), "GGUF version 50331648; allowed"),
         (b"GGUF\x03\0\0\0" + bytes(8) + b"\xff" * 8, "metadata entry 0 runs past the end"),
         (
-            b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"k\x09\0\0\0\x09\0\0\0" + b"\xff" * 8,
+            b"GGUF\x03\0\0\0"
+            + bytes(8)
+            + b"\x01"
+            + bytes(7)
+            + b"\x01"
+            + bytes(7)
+            + b"k\x09\0\0\0\x09\0\0\0"
+            + b"\xff" * 8,
             "k is an array of arrays",
         ),
         (
-            b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"k\x09\0\0\0\x06\0\0\0" + b"\xff" * 8,
+            b"GGUF\x03\0\0\0"
+            + bytes(8)
+            + b"\x01"
+            + bytes(7)
+            + b"\x01"
+            + bytes(7)
+            + b"k\x09\0\0\0\x06\0\0\0"
+            + b"\xff" * 8,
             "k runs past the end",
         ),
-        (b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"k\x63\0\0\0", "k has value type 99"),
-        (b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"\xff\x04\0\0\0", "is not UTF-8"),
+        (
+            b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"k\x63\0\0\0",
+            "k has value type 99",
+        ),
+        (
+            b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"\xff\x04\0\0\0",
+            "is not UTF-8",
+        ),
     ],
 )
 def test_hostile_headers(tmp_path: Path, data: bytes, message: str) -> None:

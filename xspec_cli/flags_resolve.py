@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import xspec
-from xspec.config import Config, Value, closest
+from xspec.config import Config, Value, closest, show
 from xspec.errors import ConfigError
 from xspec_cli import gflags
 from xspec_cli.flags import Flag, Status, table
@@ -57,12 +57,16 @@ class Info:
 
 
 def resolve(
-    argv: Sequence[str], command: Command, *, environ: Mapping[str, str] | None = None, platform: str = PLATFORMS[0]
+    argv: Sequence[str],
+    command: Command,
+    *,
+    environ: Mapping[str, str] | None = None,
+    platform: str = PLATFORMS[0],
 ) -> Launch | Info:
     """Read a command line. ConfigError lists every mistake; nothing is written or started."""
     flags = {**table(), **{flag.name: flag for flag in command.flags}}
     environ = os.environ if environ is None else environ
-    parsed = gflags.parse(argv, {name: flag.setting.kind for name, flag in flags.items()}, environ)
+    parsed = gflags.parse(argv, {name: flag.setting for name, flag in flags.items()}, environ)
     if parsed.helps:
         return Info(_info(parsed.helps, command, flags, platform))
     mistakes = list(parsed.mistakes)
@@ -119,7 +123,7 @@ class _Sorter:
             return
         shown = flag.setting.shown(name, checked)
         if not rule.admits(checked):
-            allowed = " or ".join(flag.setting.shown("", choice)[3:] or '""' for choice in rule.allowed)
+            allowed = ", ".join(show(choice) or '""' for choice in rule.allowed)
             self.mistakes.append(f"{where}{shown}: allowed: {allowed} ({rule.why})")
         elif rule.status is Status.INERT:
             self.notes[name] = f"{shown}: accepted, has no effect here because {rule.why}"
@@ -158,7 +162,8 @@ def _no_constant(name: str) -> object:
 
 def dump_json(config: Config, path: str) -> None:
     """Write the settings that differ from their defaults, for --config_json_file of a later launch."""
-    flat = {name: value for name, value in config.to_flat(non_default_only=True).items() if name not in NEVER_DUMPED}
+    flat = config.to_flat(non_default_only=True)
+    flat = {name: value for name, value in flat.items() if name not in NEVER_DUMPED}
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -27,20 +27,23 @@ Made from the flag table by `python -m xspec_cli.flags_text > docs/flags.md`; do
 
 Names, types and syntax are xLLM's (gflags): one or two dashes, `--x=v` or `--x v`, switches as `--x`, `--nox`
 or `--x=true` (a switch never takes the next word), the last occurrence wins. `--flagfile`, `--fromenv`,
-`--tryfromenv`, `--undefok`, `--version`, `--help` and `--helpfull` work as in gflags. `--config_json_file` names a
-flat JSON object of flag values; a flag on the command line wins over it, and it wins over the default. Unlike
-xLLM, a file that cannot be read, is no JSON object or holds an unknown flag is an error. All mistakes of a
-command line are reported together, and the exit code is 1.
+`--tryfromenv`, `--undefok`, `--version`, `--help` and `--helpfull` work as in gflags.
+
+`--config_json_file` names a flat JSON object of flag values; a flag on the command line wins over it, and it
+wins over the default. Unlike in xLLM, a file that cannot be read, is no JSON object or holds an unknown flag is
+an error. All mistakes of a command line are reported together, and the exit code is 1.
 
 - **honoured**: it does what it says.
-- **inert**: accepted and logged once. It chooses kernels, devices or worker processes that do not exist here, or
-  belongs to a flag that is refused, so no value of it can change an answer or a limit.
+- **inert**: accepted and logged once. It chooses kernels, devices or worker processes that do not exist here,
+  or belongs to a flag that is refused, so no value of it can change an answer or a limit.
 - **refused**: only the values shown are accepted; any other would promise what is not there.
 - **removed**: an old name; the error tells the new one.
 """
 
 
-def render_help(usage: str, about: str, flags: Iterable[Flag], *, full: bool, platform: str = PLATFORMS[0]) -> str:
+def render_help(
+    usage: str, about: str, flags: Iterable[Flag], *, full: bool, platform: str = PLATFORMS[0]
+) -> str:
     """Help text in sections like xLLM's, with types and defaults. `full` adds flags that do nothing here."""
     rows = list(flags)
     shown = [flag for flag in rows if full or flag.rules[platform].status is Status.HONOURED]

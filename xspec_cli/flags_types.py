@@ -63,12 +63,13 @@ def honoured(
 ) -> Flag:
     """Read from a Config; kind, default and values are the field's own."""
     section, setting = settings()[name]
-    return Flag(name, category, help, setting, _everywhere(Rule(Status.HONOURED, why, allowed)), section, note)
+    rules = _everywhere(Rule(Status.HONOURED, why, allowed))
+    return Flag(name, category, help, setting, rules, section, note)
 
 
 def command(
-    name: str, category: str, kind: Kind, default: Value, help: str, *, low: float | None = None,
-    high: float | None = None, choices: tuple[str, ...] = (), note: str = "",
+    name: str, category: str, kind: Kind, default: Value, help: str, *,
+    low: float | None = None, high: float | None = None, choices: tuple[str, ...] = (), note: str = "",
 ) -> Flag:
     """Read by the command itself; no Config holds it."""
     setting = Setting(kind, default, low=low, high=high, choices=choices)
@@ -76,8 +77,10 @@ def command(
 
 
 def inert(
-    name: str, category: str, kind: Kind, default: Value, help: str, because: str, *, choices: tuple[str, ...] = ()
+    name: str, category: str, kind: Kind, default: Value, help: str, because: str, *,
+    choices: tuple[str, ...] = (),
 ) -> Flag:
+    """Accepted and said to have no effect."""
     setting = Setting(kind, default, choices=choices)
     return Flag(name, category, help, setting, _everywhere(Rule(Status.INERT, because)))
 
@@ -93,4 +96,5 @@ def refused(
 
 def removed(name: str, category: str, kind: Kind, default: Value, instead: str) -> Flag:
     """A name xLLM once had. Whatever its value, the user is told what replaced it."""
-    return Flag(name, category, f"removed: {instead}", Setting(kind, default), _everywhere(Rule(Status.REMOVED, instead)))
+    rules = _everywhere(Rule(Status.REMOVED, instead))
+    return Flag(name, category, f"removed: {instead}", Setting(kind, default), rules)

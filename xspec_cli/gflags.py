@@ -13,15 +13,9 @@ from pathlib import Path
 
 from xspec.config import INTEGER_RANGES, Kind, Setting, Value, closest
 
-BUILT_IN: Mapping[str, Kind] = {
-    "help": Kind.BOOL,
-    "h": Kind.BOOL,
-    "helpfull": Kind.BOOL,
-    "version": Kind.BOOL,
-    "flagfile": Kind.LIST,
-    "fromenv": Kind.LIST,
-    "tryfromenv": Kind.LIST,
-    "undefok": Kind.LIST,
+BUILT_IN: Mapping[str, Setting] = {
+    **{name: Setting(Kind.BOOL, False) for name in ("help", "h", "helpfull", "version")},
+    **{name: Setting(Kind.LIST, ()) for name in ("flagfile", "fromenv", "tryfromenv", "undefok")},
 }
 """Flags of the syntax itself, present in every command."""
 
@@ -40,9 +34,12 @@ class Parsed:
     helps: set[str] = field(default_factory=set)  # of help, helpfull, version
 
 
-def parse(argv: Sequence[str], kinds: Mapping[str, Kind], environ: Mapping[str, str]) -> Parsed:
-    """Read `argv` (without the program name). `environ` serves --fromenv and --tryfromenv."""
-    parser = _Parser({**kinds, **BUILT_IN}, environ)
+def parse(argv: Sequence[str], settings: Mapping[str, Setting], environ: Mapping[str, str]) -> Parsed:
+    """Read `argv` (without the program name). `environ` serves --fromenv and --tryfromenv.
+
+    Of a Setting only the kind is applied here; its range and choices are the caller's to check.
+    """
+    parser = _Parser({**settings, **BUILT_IN}, environ)
     parser.words(argv)
     return parser.finish()
 
@@ -68,8 +65,8 @@ def parse_value(kind: Kind, text: str) -> Value | None:
 
 
 class _Parser:
-    def __init__(self, kinds: Mapping[str, Kind], environ: Mapping[str, str]) -> None:
-        self.kinds = kinds
+    def __init__(self, settings: Mapping[str, Setting], environ: Mapping[str, str]) -> None:
+        self.settings = settings
         self.environ = environ
         self.parsed = Parsed()
         self.unknown: list[tuple[str, str]] = []  # (name, mistake), forgiven by --undefok
@@ -101,45 +98,45 @@ class _Parser:
         if len(word) - len(word.lstrip("-")) > 2:
             self._mistake(where, f"{word}: flags start with one or two dashes")
             return 0
-        kind = self.kinds.get(name)
-        if kind is None:
+        setting = self.settings.get(name)
+        if setting is None:
             self._negated_or_unknown(name, bool(equals), where)
             return 0
         if equals:
-            self._assign(name, kind, text, where)
+            self._assign(name, text, where)
             return 0
-        if kind is Kind.BOOL:
+        if setting.kind is Kind.BOOL:
             self._set(name, True, where)
             return 0
         if following is None:
-            self._mistake(where, f"--{name}: its value is missing ({kind})")
+            self._mistake(where, f"--{name}: its value is missing ({setting.kind})")
             return 0
-        if following.startswith("--") and following.lstrip("-").partition("=")[0] in self.kinds:
+        if following.startswith("--") and following.lstrip("-").partition("=")[0] in self.settings:
             self._mistake(
                 where, f"--{name}: its value is missing (write --{name}={following} if that is the value)"
             )
             return 0
-        self._assign(name, kind, following, where)
+        self._assign(name, following, where)
         return 1
 
     def _negated_or_unknown(self, name: str, has_value: bool, where: str) -> None:
         positive = name.removeprefix("no")
-        kind = self.kinds.get(positive) if positive != name else None
-        if kind is None:
-            self.unknown.append((name, f"{where}--{name}: unknown flag{closest(name, self.kinds)}"))
-        elif kind is not Kind.BOOL:
-            self._mistake(where, f"--{name}: --{positive} is not a switch but takes a value ({kind})")
+        setting = self.settings.get(positive) if positive != name else None
+        if setting is None:
+            self.unknown.append((name, f"{where}--{name}: unknown flag{closest(name, self.settings)}"))
+        elif setting.kind is not Kind.BOOL:
+            self._mistake(where, f"--{name}: --{positive} is not a switch but takes a value ({setting.kind})")
         elif has_value:
             self._mistake(where, f"--{name}: takes no value; write --{positive}=true or --{positive}=false")
         else:
             self._set(positive, False, where)
 
-    def _assign(self, name: str, kind: Kind, text: str, where: str) -> None:
-        value = parse_value(kind, text)
+    def _assign(self, name: str, text: str, where: str) -> None:
+        setting = self.settings[name]
+        value = parse_value(setting.kind, text)
         if value is None:
-            allowed = Setting(kind, False).allowed()
-            hint = " (or t, f, yes, no, y, n, 1, 0)" if kind is Kind.BOOL else ""
-            self._mistake(where, f"--{name}={text}: allowed: {allowed}{hint}")
+            hint = " (or t, f, yes, no, y, n, 1, 0)" if setting.kind is Kind.BOOL else ""
+            self._mistake(where, f"{setting.shown(name, text)}: allowed: {setting.allowed()}{hint}")
         else:
             self._set(name, value, where)
 
@@ -162,10 +159,10 @@ class _Parser:
 
     def _from_environment(self, name: str, where: str, *, required: bool) -> None:
         variable = f"FLAGS_{name}"
-        if name in BUILT_IN or name not in self.kinds:
-            self.unknown.append((name, f"{where}--{name}: unknown flag{closest(name, self.kinds)}"))
+        if name in BUILT_IN or name not in self.settings:
+            self.unknown.append((name, f"{where}--{name}: unknown flag{closest(name, self.settings)}"))
         elif variable in self.environ:
-            self._assign(name, self.kinds[name], self.environ[variable], f"{where}{variable}: ")
+            self._assign(name, self.environ[variable], f"{where}{variable}: ")
         elif required:
             self._mistake(where, f"--fromenv={name}: {variable} is not set in the environment")
 
@@ -202,7 +199,8 @@ class _Parser:
     def _stray(self, word: str, before: str | None) -> None:
         name = before.lstrip("-") if before is not None and before.startswith("-") else ""
         hint = ""
-        if self.kinds.get(name) is Kind.BOOL and parse_value(Kind.BOOL, word) is not None:
+        setting = self.settings.get(name)
+        if setting is not None and setting.kind is Kind.BOOL and parse_value(Kind.BOOL, word) is not None:
             hint = f" (a switch takes its value with =: --{name}={word})"
         self.parsed.mistakes.append(f"{word}: unexpected argument, only flags are taken{hint}")
 

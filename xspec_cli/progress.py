@@ -72,7 +72,14 @@ def render_bar(stage: str, done: int, total: int, elapsed_s: float) -> str:
         tail = ""
     else:
         tail = f"{duration(elapsed_s * (total - done) / done)} left"
-    return f"{stage} [{bar}] {100 * done // total:3d}% {done}/{total} {tail}".rstrip()
+    return f"{stage} [{bar}] {100 * done // total:3d}% {counted(done, total)} {tail}".rstrip()
+
+
+def counted(done: int, total: int) -> str:
+    """done/total, scaled to millions where the numbers are bytes or weights rather than steps."""
+    if total < 100_000:
+        return f"{done}/{total}"
+    return f"{done / 1e6:.1f}M/{total / 1e6:.1f}M"
 
 
 def duration(seconds: float) -> str:
@@ -109,9 +116,9 @@ class LogProgress:
             self._logged_s = now
             if ended:
                 self._stage = ""
-                log.info("%s: done, %d of %d in %s", stage, done, total, duration(now - self._began_s))
+                log.info("%s: done, %s in %s", stage, counted(done, total), duration(now - self._began_s))
             elif total > 0:
-                log.info("%s: %d of %d", stage, done, total)
+                log.info("%s: %d%%, %s", stage, 100 * done // total, counted(done, total))
             else:
                 log.info("%s", stage if fresh and not done else f"{stage}: {done}")
 

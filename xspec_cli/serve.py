@@ -34,9 +34,13 @@ def main(argv: Sequence[str]) -> int:
     return asyncio.run(serve(launch.config, progress))
 
 
-def begin(launch: Launch) -> Progress:
-    """What every command does before torch may be imported: logging, notes, the dump, threads."""
-    progress = set_up_output(launch.value("log_level"), sys.stderr)
+def begin(launch: Launch, *, quiet: bool = False) -> Progress:
+    """What every command does before torch may be imported: logging, notes, the dump, threads.
+
+    `quiet`: without --log_level only warnings are shown.
+    """
+    quiet = quiet and "log_level" not in launch.given
+    progress = set_up_output("warning" if quiet else launch.value("log_level"), sys.stderr)
     for note in launch.notes:
         log.warning("%s", note)
     if launch.value("enable_dump_config_json"):

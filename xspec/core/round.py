@@ -116,6 +116,7 @@ class RoundPlan:
     spec: SpeculationPlan
     batch: Batch
     shape: RoundShape
+    scrubs: tuple[int, ...] = ()  # pages to zero first: a failed sequence may have left NaN in them
     binds: tuple[RowBind, ...] = ()
     grants: tuple[PageGrant, ...] = ()
 

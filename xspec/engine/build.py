@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from xspec.kv.pool import KVPool
 from xspec.metrics import Metrics
 from xspec.models.base import Target
 from xspec.models.loader import load_target
-from xspec.models.locate import locate_model, model_name
+from xspec.models.locate import is_gguf, locate_model
 from xspec.platform.base import Platform
 from xspec.platform.select import select_platform
 from xspec.policy.fixed import FixedPolicy
@@ -96,7 +97,7 @@ def _assemble(
     config: Config, platform: Platform, dtype: torch.dtype, path: Path, progress: Progress
 ) -> _Parts:
     kernels = platform.kernels()
-    target = load_target(path, kernels, dtype=dtype, device=platform.device(), progress=progress)
+    target = load_target(path, kernels, dtype=dtype, device=platform.device(), progress=partial(progress, "loading"))
     spec = target.spec
     layout = KVLayout(spec.kv_planes, spec.kv_heads, spec.head_dim, config.cache.block_size, dtype)
     pages, max_model_len = _size_cache(config, platform, target, layout)
@@ -199,7 +200,7 @@ def _start(
     pipeline = Pipeline(parts.runner, threads, _slots(config, platform))
     driver = Driver(scheduler, FixedPolicy(), pipeline, clock_s=time.monotonic)
     seed = config.execution.random_seed
-    model_id = config.model.model_id or model_name(path)
+    model_id = config.model.model_id or (path.stem if is_gguf(path) else path.resolve().name)
     info = _info(config, platform, parts)
     logger.info("engine ready: %s", info)
     return AsyncEngine(

@@ -42,6 +42,7 @@ class Runner:
         graphs: DecodeGraphs,
     ) -> None:
         self._platform = platform
+        self._kernels = platform.kernels()
         self._target = target
         self._drafter = drafter
         self._rows = rows
@@ -60,6 +61,10 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: RoundPlan, slot: Slot) -> Event:
         slot.begin()
+        if plan.scrubs:
+            pages = self._tensor(plan.scrubs)
+            for slab in self._kv:
+                self._kernels.zero_pages(slab, pages)
         for bind in plan.binds:
             self._rows.bind(bind)
             self._sampling.bind(bind.row, bind)

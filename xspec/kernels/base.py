@@ -57,9 +57,8 @@ class Kernels(Protocol):
         Half types are normalised in fp32, rounded, then multiplied by weight; fp64 stays fp64.
         """
 
-    def rope_(self, heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """Rotate halves (NeoX) in place. heads [N, *, D], cos_sin [N, 2, D]: cosines, then sines
-        whose first half is negated."""
+    def rope_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate halves (NeoX) in place. heads [N, *, D]; cos, sin [N, 1, D], the first half of sin negated."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [N, 2 * F] -> [N, F]."""

@@ -36,11 +36,9 @@ class ReferenceAttention:
         self._sequences = sequences  # [N]: which row of the page table each query row reads
 
     def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
-        kv_heads, block_size = slab.shape[1], slab.shape[3]
         for row, slot in enumerate(self._inputs.slots.tolist()):
-            page, offset = divmod(slot, block_size)
-            slab[0, :, page, offset] = kv[row, :kv_heads]
-            slab[1, :, page, offset] = kv[row, kv_heads:]
+            page, offset = divmod(slot, slab.shape[2])
+            slab[:, page, offset] = kv[row]
 
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(q)
@@ -49,8 +47,8 @@ class ReferenceAttention:
         for row, (sequence, length) in enumerate(
             zip(self._sequences.tolist(), self._inputs.kv_lens.tolist(), strict=True)
         ):
-            pages = slab[:, :, self._inputs.page_table[sequence]]  # [2, G, P, block, D]
-            keys, values = pages.flatten(2, 3)[:, :, :length].to(accumulate)  # [G, length, D] each
+            pages = slab[:, self._inputs.page_table[sequence]]  # [2 * G, P, block, D]
+            keys, values = pages.flatten(1, 2)[:, :length].to(accumulate).chunk(2)  # [G, length, D] each
             for head in range(self._shape.heads):
                 scores = keys[head // group] @ q[row, head].to(accumulate) * self._shape.scale
                 out[row, head] = (torch.softmax(scores, 0) @ values[head // group]).to(q.dtype)
@@ -69,8 +67,7 @@ class ReferenceKernels:
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return normal.to(x.dtype) * weight
 
-    def rope_(self, heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        cos, sin = cos_sin[:, :1], cos_sin[:, 1:]
+    def rope_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         first, second = heads.chunk(2, dim=-1)
         heads.copy_(heads * cos + torch.cat((second, first), dim=-1) * sin)
 
@@ -79,7 +76,7 @@ class ReferenceKernels:
         return F.silu(gate) * up
 
     def kv_slab(self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(2, kv_heads, pages, block_size, head_dim, dtype=dtype, device=self._device)
+        return torch.zeros(2 * kv_heads, pages, block_size, head_dim, dtype=dtype, device=self._device)
 
     def paged_attention(
         self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor

@@ -10,6 +10,7 @@ import torch
 
 from xspec.kernels.base import AttentionShape, Kernels, PackedLinear, PagedAttention
 from xspec.nn.norm import RMSNorm
+from xspec.nn.rope import CosSin
 
 
 class GroupedAttention:
@@ -31,7 +32,7 @@ class GroupedAttention:
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
-        cos_sin: torch.Tensor,
+        cos_sin: CosSin,
         paged: PagedAttention,
         slab: torch.Tensor,
     ) -> torch.Tensor:
@@ -40,6 +41,6 @@ class GroupedAttention:
         rotated = qkv[:, : self._rotated]
         if self._head_norm is not None:
             rotated.copy_(self._head_norm(rotated))
-        self._kernels.rope_(rotated, cos_sin)
+        self._kernels.rope_(rotated, *cos_sin)
         paged.store(slab, qkv[:, self._shape.heads :])
         return self._output(paged.attend(qkv[:, : self._shape.heads], slab), residual)

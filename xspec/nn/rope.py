@@ -53,8 +53,12 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
     return (1 - smooth) * frequencies / config.factor + smooth * frequencies
 
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
+"""Of N rows: cosines and sines, [N, 1, D] each, the sines of the first half negated."""
+
+
 class RopeTable:
-    """cos_sin of every position: [positions, 2, D], the sines of the first half negated."""
+    """Cosines and sines of every position, gathered once per forward pass."""
 
     def __init__(self, frequencies: torch.Tensor, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
@@ -62,6 +66,7 @@ class RopeTable:
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
         self._table = table.to(device=device, dtype=dtype)
 
-    def gather(self, positions: torch.Tensor) -> torch.Tensor:
-        """[N, 2, D] for positions [N]; a position past the table raises."""
-        return self._table.index_select(0, positions)
+    def gather(self, positions: torch.Tensor) -> CosSin:
+        """For positions [N]; one past the table raises."""
+        rows = self._table.index_select(0, positions)
+        return rows[:, :1], rows[:, 1:]

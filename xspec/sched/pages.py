@@ -69,6 +69,15 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
+    def discard(self, pages: Iterable[int]) -> list[int]:
+        """Release pages whose content nobody may find again; returns those that nobody holds any more."""
+        pages = list(pages)
+        for page in pages:
+            if self._references[page] == 1 and (key := self._hash_of.pop(page, None)) is not None:
+                del self._page_of[key]
+        self.release(pages)
+        return [page for page in pages if self._references[page] == 0]
+
     def block_hash(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Hash of one full block in the context of everything before it."""
         data = parent + array("q", tokens).tobytes()

@@ -53,6 +53,7 @@ class Scheduler:
         self.live: dict[int, Sequence] = {}  # every sequence that is not finished and settled
         self._free_rows = list(range(limits.max_seqs_per_batch, 0, -1))
         self._preempted = False  # in the plan being made
+        self._dirty: list[int] = []  # free pages to zero before anybody reads them
 
     # -- arrival and departure ----------------------------------------------------------------
 
@@ -81,7 +82,10 @@ class Scheduler:
         """Give back what a draining sequence holds, as soon as no round in flight may touch it."""
         if sequence.status is not Status.DRAINING or sequence.in_flight:
             return
-        self.pages.release(sequence.pages)
+        if sequence.finish_reason is FinishReason.ERROR:
+            self._dirty.extend(self.pages.discard(sequence.pages))
+        else:
+            self.pages.release(sequence.pages)
         sequence.pages = []
         if sequence.row is not None:
             self._free_rows.append(sequence.row)
@@ -128,12 +132,14 @@ class Scheduler:
             # Whoever was preempted with nothing in flight may start over in an empty pool.
             alone = self._preempted and not any(s.in_flight for s in self.live.values())
             return self.plan(spec, round_id) if alone else None
+        scrubs, self._dirty = tuple(self._dirty), []
         batch = Batch(chunks=tuple(chunks), rows=tuple(sorted(rows, key=lambda r: -r.kv_bound)))
         return RoundPlan(
             round_id=round_id,
             spec=spec,
             batch=batch,
             shape=self._shape(batch, spec),
+            scrubs=scrubs,
             binds=tuple(binds),
             grants=tuple(grants),
         )

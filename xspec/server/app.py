@@ -54,8 +54,13 @@ def make_app(handle: EngineHandle, settings: ServiceSettings) -> web.Application
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
-    """Handlers are cancelled when their client disconnects: that is what frees its pages."""
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    """Handlers are cancelled when their client disconnects: that is what frees its pages.
+
+    Bodies are not decompressed: `bodies.py` refuses encoded ones, so none can blow up in memory.
+    """
+    return web.AppRunner(
+        app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=1.0
+    )
 
 
 @web.middleware

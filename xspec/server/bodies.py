@@ -41,6 +41,9 @@ def _check_media_type(request: web.Request) -> None:
     charset = (request.charset or "utf-8").lower()
     if charset not in ("utf-8", "utf8", "us-ascii"):
         raise bad_request(f"The charset must be utf-8, found {charset[:80]}.", status=415)
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise bad_request(f"Bodies must not be encoded, found Content-Encoding {encoding[:80]}.", status=415)
 
 
 async def _read(request: web.Request) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
@@ -52,11 +52,32 @@ async def generation(
         async with aclosing(batches), aclosing(_checked(engine, batches, len(streams) * params.n)) as checked:
             yield checked
     finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
+        await _to_the_end(_close(pumps, streams))
+
+
+async def _close(pumps: list[asyncio.Task[None]], streams: list[TextStream]) -> None:
+    for pump in pumps:
+        pump.cancel()
+    await asyncio.gather(*pumps, return_exceptions=True)
+    for stream in streams:
+        await stream.aclose()
+
+
+async def _to_the_end(work: Coroutine[object, object, None]) -> None:
+    """Finish `work`, then deliver a cancellation that came meanwhile.
+
+    A write to a client that is gone fails first and the handler is cancelled a moment later, in the middle
+    of cleaning up: the engine's requests must not be left behind then.
+    """
+    task = asyncio.create_task(work)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation
 
 
 async def _single(stream: TextStream) -> AsyncGenerator[list[Indexed], None]:
@@ -149,9 +170,7 @@ class Usage:
         self._cached[item.prompt] = max(self._cached.get(item.prompt, 0), output.cached_tokens)
 
     def total(self) -> dict[str, object]:
-        return usage(
-            sum(self._prompt_lengths), sum(self._completion.values()), sum(self._cached.values())
-        )
+        return usage(sum(self._prompt_lengths), sum(self._completion.values()), sum(self._cached.values()))
 
     def of_choice(self, item: Indexed) -> dict[str, object]:
         """What one choice has used so far (continuous usage)."""

@@ -92,5 +92,4 @@ class EngineHandle:
 
 HANDLE: web.AppKey[EngineHandle] = web.AppKey("handle", EngineHandle)
 SETTINGS: web.AppKey[ServiceSettings] = web.AppKey("settings", ServiceSettings)
-REQUEST_ID = "xspec.request_id"
-"""Key of the sanitised request id in `request`."""
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)

@@ -70,9 +70,7 @@ def _encode(
 def _render(engine: Engine, chat: ChatPrompt) -> str:
     template = engine.text.chat
     if template is None:
-        raise RequestError(
-            "This model has no chat template; use /v1/completions.", param="messages"
-        )
+        raise RequestError("This model has no chat template; use /v1/completions.", param="messages")
     try:
         text = template.render(
             list(chat.messages), add_generation_prompt=chat.add_generation_prompt, **chat.template_kwargs

@@ -6,7 +6,7 @@ Knows nothing about engines or responses. Everything wrong with a body is a Requ
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,8 +239,3 @@ def _stream_options(fields: Fields, stream: bool) -> StreamOptions:
         )
     except RequestError as error:
         raise RequestError(f"stream_options.{error}", param=f"stream_options.{error.param}") from None
-
-
-def pick_model(model: str | None, served: Sequence[str]) -> bool:
-    """Whether a body's model is this server's (an omitted one is)."""
-    return model is None or model in served

@@ -69,12 +69,48 @@ class Scratch:
         return buffer[:rows]
 
 
+class _Mixer:
+    """lowbias32 rounds in place on int32 (multiplies wrap).
+
+    Constants are int32 tensors on the device: a Python scalar costs a conversion at every use.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        def word(value: int) -> torch.Tensor:
+            return torch.tensor(value, dtype=torch.int32, device=device)
+
+        self._mul_a, self._mul_b = word(_MUL_A), word(_MUL_B)
+        self._shift_16, self._mask_16 = word(16), word(0xFFFF)
+        self._shift_15, self._mask_15 = word(15), word(0x1FFFF)
+
+    def mix(self, x: torch.Tensor, t: torch.Tensor, key: torch.Tensor | None = None) -> torch.Tensor:
+        """One round on x with scratch t of its shape; `key` is added halfway."""
+        self._fold(x, t, self._shift_16, self._mask_16)
+        x.mul_(self._mul_a)
+        if key is not None:
+            x.add_(key)
+        self._fold(x, t, self._shift_15, self._mask_15)
+        x.mul_(self._mul_b)
+        self._fold(x, t, self._shift_16, self._mask_16)
+        return x
+
+    @staticmethod
+    def _fold(x: torch.Tensor, t: torch.Tensor, shift: torch.Tensor, mask: torch.Tensor) -> None:
+        """x ^= x >>> shift. torch shifts int32 arithmetically; the mask clears the copied sign bits."""
+        torch.bitwise_right_shift(x, shift, out=t)
+        x.bitwise_xor_(t.bitwise_and_(mask))
+
+
 class GumbelNoise:
     """Noise over one vocabulary on one device. The first mixing round of each id is a table."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._id_hash = _hash_ids(torch.arange(vocab_size, dtype=torch.int32, device=device))
+        self._mixer = _Mixer(device)
+        # The Weyl step keeps id 0 away from the fixed point of the mixer.
+        ids = (torch.arange(vocab_size, dtype=torch.int32, device=device) + 1) * _STEP[0]
+        self._id_hash = self._mixer.mix(ids, torch.empty_like(ids))
         self._step = torch.tensor(_STEP, dtype=torch.int32, device=device)
+        self._positive = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device=device)
         self._scratch = Scratch(vocab_size, device)
 
     def gumbel(
@@ -97,7 +133,7 @@ class GumbelNoise:
         """31 uniform bits per (row, id): the id's hash, keyed by two words, through a second round."""
         rows = keys.shape[0]
         words = keys + positions.to(torch.int32).unsqueeze(1) * self._step
-        _mix32(words, torch.empty_like(words))
+        self._mixer.mix(words, torch.empty_like(words))
         first, second = words[:, :1], words[:, 1:]
         if ids is None:
             x = self._scratch.take("x", rows, torch.int32)
@@ -106,28 +142,4 @@ class GumbelNoise:
         else:
             x = self._id_hash[ids].bitwise_xor_(first)
             t = torch.empty_like(x)
-        return _mix32(x, t, second).bitwise_and_(0x7FFFFFFF)
-
-
-def _hash_ids(ids: torch.Tensor) -> torch.Tensor:
-    # The Weyl step keeps id 0 away from the fixed point of the mixer.
-    x = (ids + 1) * _STEP[0]
-    return _mix32(x, torch.empty_like(x))
-
-
-def _mix32(x: torch.Tensor, t: torch.Tensor, key: torch.Tensor | None = None) -> torch.Tensor:
-    """One lowbias32 round in place on int32 (multiplies wrap); `key` is added halfway."""
-    _xor_shift(x, t, 16)
-    x.mul_(_MUL_A)
-    if key is not None:
-        x.add_(key)
-    _xor_shift(x, t, 15)
-    x.mul_(_MUL_B)
-    _xor_shift(x, t, 16)
-    return x
-
-
-def _xor_shift(x: torch.Tensor, t: torch.Tensor, shift: int) -> None:
-    """x ^= x >>> shift. torch shifts int32 arithmetically; the mask clears the copied sign bits."""
-    torch.bitwise_right_shift(x, shift, out=t)
-    x.bitwise_xor_(t.bitwise_and_((1 << (32 - shift)) - 1))
+        return self._mixer.mix(x, t, second).bitwise_and_(self._positive)

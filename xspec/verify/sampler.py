@@ -113,6 +113,9 @@ def draw(
     bad = torch.empty(needs.rows, dtype=torch.bool, device=logits.device)
     for group in needs.groups:
         for chunk in _chunks(group, state):
+            if len(chunk) == needs.rows:
+                tokens, bad = _draw_group(logits, rows, positions, state, group, prefix)
+                break
             at = _index(chunk, logits.device)
             drafted = None if prefix is None else prefix[at]
             tokens[at], bad[at] = _draw_group(logits[at], rows[at], positions[at], state, group, drafted)

@@ -93,11 +93,11 @@ class SamplingState:
 
     def temperature(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[N, 1]; meaningful for rows that are not greedy."""
-        return self._reals[rows, _TEMPERATURE].to(dtype).unsqueeze(1)
+        return self._reals.index_select(0, rows)[:, _TEMPERATURE, None].to(dtype)
 
     def rules(self, rows: torch.Tensor, dtype: torch.dtype) -> FilterRules:
-        reals = self._reals[rows].to(dtype)
-        return FilterRules(self._ints[rows, _TOP_K], reals[:, _TOP_P], reals[:, _MIN_P])
+        reals = self._reals.index_select(0, rows).to(dtype)
+        return FilterRules(self._ints.index_select(0, rows)[:, _TOP_K], reals[:, _TOP_P], reals[:, _MIN_P])
 
     def gumbel(
         self,
@@ -109,7 +109,7 @@ class SamplingState:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The noise that decides the tokens at `positions` of device rows `rows`; drafters may share it."""
-        return self.noise.gumbel(self._keys[rows], positions, ids, dtype=dtype, out=out)
+        return self.noise.gumbel(self._keys.index_select(0, rows), positions, ids, dtype=dtype, out=out)
 
     def add_bias(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         ids, values = self._bias.get(rows)
@@ -117,7 +117,7 @@ class SamplingState:
 
     def hold_stops(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Mask stop ids while the answer is shorter than min_tokens."""
-        ints = self._ints[rows]
+        ints = self._ints.index_select(0, rows)
         early = positions - ints[:, _PROMPT_LEN] < ints[:, _MIN_TOKENS]
         ids, values = self._stops.get(rows)
         logits.scatter_add_(1, ids, values.to(logits.dtype).masked_fill(~early.unsqueeze(1), 0.0))
@@ -129,14 +129,14 @@ class SamplingState:
         """
         if self._counts is None or self._prompt_seen is None:
             raise ValueError("penalised rows are drawn before any was bound")
-        counts = self._counts[rows]
+        counts = self._counts.index_select(0, rows)
         if prefix is not None:
             counts.scatter_add_(1, prefix.clamp(min=0), (prefix >= 0).to(torch.int32))
-        reals = self._reals[rows].to(logits.dtype)
+        reals = self._reals.index_select(0, rows).to(logits.dtype)
         repetition = reals[:, _REPETITION, None]
         answered = counts > 0
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        torch.where(answered | self._prompt_seen[rows], repeated, logits, out=logits)
+        torch.where(answered | self._prompt_seen.index_select(0, rows), repeated, logits, out=logits)
         logits.sub_(counts.to(logits.dtype).mul_(reals[:, _FREQUENCY, None]))
         logits.sub_(answered.to(logits.dtype).mul_(reals[:, _PRESENCE, None]))
 
@@ -188,4 +188,4 @@ class _SparseRows:
 
     def get(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and values [N, width]; pads add 0 to id 0."""
-        return self._ids[rows], self._values[rows]
+        return self._ids.index_select(0, rows), self._values.index_select(0, rows)

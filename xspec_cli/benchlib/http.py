@@ -87,6 +87,8 @@ class StreamReader:
             raise TargetError("the stream ended without [DONE]")
         if self._usage is None:
             raise TargetError(NO_USAGE)
+        if self._finish_reason in ("error", "abort"):
+            raise TargetError(f"the server ended the request: {self._finish_reason}")
         return Answer(
             chunk_s=tuple(self._chunk_s),
             prompt_tokens=int(self._usage["prompt_tokens"]),

@@ -6,6 +6,7 @@ The load generator shares the engine's event loop, as a server's request handler
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 from xspec.core.request import FinishReason, SamplingParams
 from xspec.engine.api import Engine
@@ -21,6 +22,7 @@ class EngineTarget:
         self.name = f"in-process {engine.model_id}"
         self._engine = engine
         self._options = options
+        self._numbers = itertools.count()
         self._chat = engine.text.chat if options.chat else None
         if options.chat and self._chat is None:
             raise ConfigError(f"--chat: {engine.model_id} has no chat template; use --nochat")
@@ -46,12 +48,13 @@ class EngineTarget:
 
     async def _read(self, prompt_ids: list[int], params: SamplingParams, clock: Clock) -> Answer:
         chunk_s: list[float] = []
-        async with contextlib.aclosing(self._engine.generate(prompt_ids, params)) as outputs:
+        stream = self._engine.generate(prompt_ids, params, request_id=f"bench-{next(self._numbers)}")
+        async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:
                 if output.token_ids:
                     chunk_s.append(clock())
-                if output.finish_reason is FinishReason.ERROR:
-                    raise TargetError(output.error or "the engine failed without saying why")
+                if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    raise TargetError(output.error or f"the engine ended the request: {output.finish_reason}")
                 if output.finish_reason is not None:
                     return Answer(
                         chunk_s=tuple(chunk_s),

@@ -1,0 +1,294 @@
+"""Every kernel of a platform equals the reference, in every dtype the platform declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from xspec.errors import ConfigError
+from xspec.kernels import cpu
+from xspec.kernels.base import AttentionShape
+from xspec.kernels.cpu import CpuKernels, OneDnnLinear
+from xspec.kernels.reference import ReferenceKernels
+from xspec.kv.layout import KVLayout
+from xspec.kv.pool import KVPool
+from xspec.nn.inputs import ForwardInputs, Segment
+from xspec.nn.rope import RopeConfig, RopeScaling, RopeTable, inverse_frequencies
+from xspec.platform.cpu import CpuPlatform, memory_bytes
+from xspec.platform.select import select_platform
+
+DTYPES = sorted(CpuPlatform().abilities.dtypes, key=str)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    scale = expected.abs().max().clamp(min=1.0).item()
+    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_for_every_row_count(dtype: torch.dtype, bias: bool) -> None:
+    """1 to 200 rows against the exact product; odd sizes, so that packed blocks have ragged ends."""
+    weight, offset = randn(77, 45, dtype=dtype), randn(77, dtype=dtype, seed=1) if bias else None
+    packed = CpuKernels().pack_linear(weight, offset)
+    x, add = randn(200, 45, dtype=dtype, seed=2), randn(200, 77, dtype=dtype, seed=3)
+    exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    for rows in range(1, 201):
+        close(packed(x[:rows]), exact[:rows], dtype)
+        close(packed(x[:rows], add[:rows]), exact[:rows] + add[:rows].double(), dtype)
+    before = add.clone()
+    packed(x, add)
+    assert torch.equal(add, before)  # the residual is an input, not an output
+
+
+def test_bf16_is_packed_where_the_cpu_allows() -> None:
+    linear = CpuKernels().pack_linear(randn(8, 8, dtype=torch.bfloat16))
+    assert isinstance(linear, OneDnnLinear) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_rope_silu(dtype: torch.dtype) -> None:
+    kernels, reference = CpuKernels(), ReferenceKernels()
+    x, weight = randn(9, 48, dtype=dtype) * 5, randn(48, dtype=dtype, seed=1)
+    close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    close(reference.rms_norm(x, weight, 1e-5), exact, dtype)
+    heads, per_head = randn(9, 6, 8, dtype=dtype), randn(6, 8, dtype=dtype, seed=1)
+    close(kernels.rms_norm(heads, per_head, 1e-5), reference.rms_norm(heads, per_head, 1e-5), dtype)
+    assert torch.equal(kernels.rms_norm(heads * 0, per_head, 1e-5), heads * 0)
+    close(kernels.silu_mul(x), reference.silu_mul(x), dtype)
+    close(reference.silu_mul(x), F.silu(x[:, :24].double()) * x[:, 24:].double(), dtype)
+
+    table = RopeTable(inverse_frequencies(RopeConfig(1e4), 8), 100, dtype, torch.device("cpu"))
+    cos, sin = table.gather(torch.tensor([0, 1, 5, 99, 3, 3, 8, 20, 50]))
+    wide = randn(9, 10, 8, dtype=dtype, seed=4)
+    found, expected = wide.clone(), wide[:, :6].clone()
+    kernels.rope_(found[:, :6], cos, sin)  # a slice of a fused buffer, as models pass it
+    reference.rope_(expected, cos, sin)
+    close(found[:, :6], expected, dtype)
+    assert torch.equal(found[:, 6:], wide[:, 6:])
+    assert torch.equal(found[0], wide[0])  # position 0 does not turn
+    with pytest.raises(IndexError):
+        table.gather(torch.tensor([100]))
+
+
+def test_rope_rotates_each_pair_by_its_angle() -> None:
+    table = RopeTable(inverse_frequencies(RopeConfig(100.0), 4), 8, torch.float64, torch.device("cpu"))
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
+    CpuKernels().rope_(x, *table.gather(torch.tensor([2])))
+    first, second = complex(1, 3), complex(2, 4)  # halves pair up: (0, 2) turns by 2, (1, 3) by 2 / 10
+    turned = [first * complex(*_unit(2.0)), second * complex(*_unit(0.2))]
+    expected = torch.tensor([turned[0].real, turned[1].real, turned[0].imag, turned[1].imag], dtype=torch.float64)
+    torch.testing.assert_close(x[0, 0], expected, rtol=0, atol=1e-6)
+
+
+def _unit(angle: float) -> tuple[float, float]:
+    value = torch.tensor(angle, dtype=torch.float64)
+    return value.cos().item(), value.sin().item()
+
+
+def test_rope_scalings() -> None:
+    plain = inverse_frequencies(RopeConfig(1e4), 8)
+    torch.testing.assert_close(plain, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    linear = RopeConfig(1e4, RopeScaling.LINEAR, factor=4.0)
+    torch.testing.assert_close(inverse_frequencies(linear, 8), plain / 4)
+    factors = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    torch.testing.assert_close(
+        inverse_frequencies(RopeConfig(1e4, RopeScaling.FACTORS), 8, factors), plain / factors
+    )
+    llama3 = RopeConfig(1e4, RopeScaling.LLAMA3, factor=8.0, original_max_position=1024)
+    found = inverse_frequencies(llama3, 8)
+    assert found[0] == plain[0] and found[1] == plain[1]  # 163 and 16 turns: above high_freq_factor
+    torch.testing.assert_close(found[3], plain[3] / 8)  # 0.16 turns: below low_freq_factor
+    smooth = (1024 * 0.01 / (2 * torch.pi) - 1) / 3  # 1.63 turns, between
+    torch.testing.assert_close(found[2], torch.tensor((1 - smooth) * 0.01 / 8 + smooth * 0.01))
+
+
+CASES = {  # name: [(sequences, rows each, pages)], KV lengths come from a seed
+    "one decode row": [(1, 1, 3)],
+    "a batch": [(13, 1, 5)],
+    "verify rows": [(4, 6, 4)],
+    "a chunk longer than a tile": [(1, 150, 12)],
+    "many sequences with long rows": [(2, 70, 6)],
+    "everything": [(1, 90, 7), (1, 3, 2), (5, 1, 6), (3, 4, 3)],
+}
+
+
+def make_case(case: str, heads: int, kv_heads: int, dtype: torch.dtype) -> tuple[ForwardInputs, torch.Tensor]:
+    """Inputs and a filled slab; table entries past a sequence's length name the scratch page."""
+    block_size, head_dim = 16, 8
+    generator = torch.Generator().manual_seed(len(case))
+    sequences = sum(count for count, _, _ in CASES[case])
+    width = max(pages for _, _, pages in CASES[case]) + 2
+    pages = torch.randperm(sequences * width, generator=generator).view(sequences, width) + 1
+    positions, slots, segments, sequence = [], [], [], 0
+    for count, rows, used in CASES[case]:
+        segments.append(Segment(sequence, count, rows, used, len(positions)))
+        for _ in range(count):
+            end = int(torch.randint(rows, used * block_size + 1, (), generator=generator))
+            for position in range(end - rows, end):
+                positions.append(position)
+                slots.append(int(pages[sequence, position // block_size]) * block_size + position % block_size)
+            pages[sequence, -(-end // block_size) :] = 0
+            sequence += 1
+    at = torch.tensor(positions)
+    inputs = ForwardInputs(at, torch.tensor(slots), at + 1, pages, tuple(segments))
+    slab = CpuKernels().kv_slab(sequences * width + 1, block_size, kv_heads, head_dim, dtype)
+    return inputs, slab.copy_(randn(*slab.shape, dtype=dtype, seed=7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("heads,kv_heads", [(6, 2), (3, 3), (4, 1)])
+def test_attention(case: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    inputs, slab = make_case(case, heads, kv_heads, dtype)
+    shape = AttentionShape(heads, kv_heads, 8, 0.3, dtype)
+    rows = inputs.positions.shape[0]
+    qkv = randn(rows, heads + 2 * kv_heads, 8, dtype=dtype, seed=3)
+    twin = slab.clone()
+    found = CpuKernels().paged_attention(inputs, shape, slab)
+    expected = ReferenceKernels().paged_attention(inputs, shape, twin)
+    found.store(slab, qkv[:, heads:])
+    expected.store(twin, qkv[:, heads:])
+    assert torch.equal(slab, twin)
+    before = slab.clone()
+    once = found.attend(qkv[:, :heads], slab)
+    assert once.shape == (rows, heads * 8)
+    close(once, expected.attend(qkv[:, :heads], twin), dtype)
+    assert torch.equal(slab, before)
+    assert torch.equal(found.attend(qkv[:, :heads], slab), once)  # scratch carries nothing over
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_keys_weigh_exactly_nothing(dtype: torch.dtype) -> None:
+    """Huge numbers past every length and on the scratch page leave the result bit for bit as it was."""
+    inputs, slab = make_case("everything", 4, 2, dtype)
+    shape = AttentionShape(4, 2, 8, 0.3, dtype)
+    q = randn(inputs.positions.shape[0], 4, 8, dtype=dtype, seed=3)
+    visible = torch.zeros(slab.shape[1] * slab.shape[2], dtype=torch.bool)
+    for segment in inputs.segments:
+        for i in range(segment.count):
+            end = int(inputs.kv_lens[segment.first_row + (i + 1) * segment.rows - 1])
+            where = torch.arange(end)
+            visible[inputs.page_table[segment.first + i, where // 16] * 16 + where % 16] = True
+    clean = CpuKernels().paged_attention(inputs, shape, slab).attend(q, slab)
+    slab.view(slab.shape[0], -1, 8)[:, ~visible] = 1e4
+    assert torch.equal(CpuKernels().paged_attention(inputs, shape, slab).attend(q, slab), clean)
+
+
+def test_tiles_and_unkept_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "TILE_ROWS", 5)
+    monkeypatch.setattr(cpu, "TILE_KV_BYTES", 20_000)
+    monkeypatch.setattr(cpu, "KEPT_MASK_BYTES", 0)
+    for case in CASES:
+        test_attention(case, 6, 2, torch.float64)
+
+
+def test_pool_and_layout() -> None:
+    layout = KVLayout(planes=3, kv_heads=2, head_dim=8, block_size=16, dtype=torch.bfloat16)
+    assert layout.token_bytes == 2 * 3 * 2 * 8 * 2
+    assert layout.page_bytes == 16 * 192
+    assert layout.pages_for(10 * 16 * 192 + 5) == 10
+    assert layout.pages_for(-1) == 0
+    assert [layout.pages_of(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    pool = KVPool(layout, 10, CpuKernels())
+    assert (pool.usable_pages, len(pool.slabs), pool.bytes) == (9, 3, 10 * 3072)
+    assert sum(slab.nbytes for slab in pool.slabs) == pool.bytes
+    assert all(slab.dtype == torch.bfloat16 and not slab.any() for slab in pool.slabs)
+    with pytest.raises(ConfigError, match="at least 2 pages.*--max_cache_size"):
+        KVPool(layout, 1, CpuKernels())
+    with pytest.raises(ConfigError, match="--block_size=0"):
+        KVLayout(planes=3, kv_heads=2, head_dim=8, block_size=0, dtype=torch.bfloat16)
+
+
+def test_cpu_platform() -> None:
+    platform = select_platform("auto")
+    assert platform.name == "cpu" and platform.device() == torch.device("cpu")
+    assert platform.abilities.default_dtype in platform.abilities.dtypes
+    assert platform.abilities.default_graph_backend in platform.abilities.graph_backends
+    calls: list[int] = []
+    captured = platform.capture(lambda: calls.append(1))
+    assert calls == []
+    captured.replay()
+    captured.replay()
+    assert calls == [1, 1]
+    event = platform.event()
+    event.wait()
+    assert event.done()
+    assert platform.pinned((2, 3), torch.int64).shape == (2, 3)
+    assert [bucket.rows for bucket in platform.bucket_grid(10).buckets] == [1, 2, 4, 8, 10]
+    free, total = platform.memory_bytes()
+    assert 0 < free <= total
+
+
+@pytest.mark.parametrize("device,reason", [("cuda", "not supported yet"), ("npu:0", "not supported yet"), ("tpu", "not a device")])
+def test_other_devices_are_refused(device: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device={device}.*{reason}|--device={device} is {reason}"):
+        select_platform(device)
+
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    600 kB\n"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    "cgroup,files,expected",
+    [
+        ("0::/", {}, (600 * 1024, 1000 * 1024)),
+        ("0::/a/b", {"memory.max": "max", "memory.current": "5"}, (600 * 1024, 1000 * 1024)),
+        (
+            "0::/a/b",
+            {
+                "a/b/memory.max": "max",
+                "a/b/memory.current": "7",
+                "a/memory.max": "400000",
+                "a/memory.current": "300000",
+                "a/memory.stat": "anon 1\ninactive_file 50000\n",
+            },
+            (150000, 400000),
+        ),
+        ("0::/", {"memory.max": "1000", "memory.current": "5000"}, (0, 1000)),
+        (
+            "4:cpu,memory:/pod\n0::/x",
+            {
+                "memory/pod/memory.limit_in_bytes": "300000",
+                "memory/pod/memory.usage_in_bytes": "120000",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "1",
+            },
+            (180000, 300000),
+        ),
+    ],
+)
+def test_memory_respects_cgroups(
+    tmp_path: Path, cgroup: str, files: dict[str, str], expected: tuple[int, int]
+) -> None:
+    proc = write(tmp_path / "proc", {"meminfo": MEMINFO, "self/cgroup": cgroup + "\n"})
+    assert memory_bytes(proc, write(tmp_path / "cgroup", files)) == expected
+
+
+def test_memory_without_proc(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--max_cache_size"):
+        memory_bytes(tmp_path, tmp_path)
