@@ -433,8 +433,12 @@ def test_completion_chunks_are_read_too() -> None:
     [
         ([delta("a")], True, "carried no usage"),
         ([delta("a"), USAGE], False, "ended without"),
-        ([b"nonsense"], True, "not JSON"),
-        ([b"[1]"], True, "not an object"),
+        ([b"nonsense"], True, "not an OpenAI chunk: b'nonsense'"),
+        ([b"[1]"], True, "not an OpenAI chunk"),
+        ([{"choices": [7]}], True, "not an OpenAI chunk"),
+        ([{"choices": 7}], True, "not an OpenAI chunk"),
+        ([{"choices": [{"delta": "x"}]}], True, "not an OpenAI chunk"),
+        ([{"choices": [], "usage": {"prompt_tokens": 5}}], True, "the usage has no token counts"),
         (
             [delta("a"), {"error": {"message": "device lost", "code": 500}}],
             True,
@@ -672,6 +676,7 @@ def test_defaults() -> None:
     assert [level.concurrency for level in job.plan.levels] == [1, 8, 32]
     assert (job.urls, job.plan.rounds, job.ask.temperature, job.ask.chat) == ((), 1, 0.0, True)
     assert job.plan.warmup_of(job.plan.levels[2]) == 32
+    assert job.plan.prompts_needed == (1 + 8 + 32) + 3 * 32
 
 
 def test_urls_add_up() -> None:
@@ -691,6 +696,9 @@ def test_urls_add_up() -> None:
     [
         (["--url=localhost:80"], "--url=localhost:80: allowed: http://host:port"),
         (["--url=http://a/v1"], "leave /v1 out"),
+        (["--url=http://[::1"], "allowed: http://host:port"),
+        (["--url=http://a:99999"], "allowed: http://host:port"),
+        (["--url=http://me:secret@a"], "--url holds a user name; give the server's key as --api_key"),
         (["--url=http://a", "--url=http://a"], "one server or two different ones"),
         (["--url=http://a,http://b,http://c"], "one server or two different ones"),
         (["--concurrency=0"], "--concurrency=0: allowed: integers from 1 to 4096"),

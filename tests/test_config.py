@@ -1,4 +1,4 @@
-"""Config: strict values, exact messages, flat names; threads settled from environment, flag and control groups."""
+"""Config: strict values, exact messages, flat names; threads settled from environment, flag and cgroups."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"block_size": True}, "--block_size=true: allowed: integers from 1 to 4096"),
         ({"block_size": 16.0}, "--block_size=16: allowed: integers from 1 to 4096"),
         ({"block_size": "16"}, "--block_size=16: allowed: integers from 1 to 4096"),
-        ({"max_cache_size": 2**63}, "--max_cache_size=9223372036854775808: allowed: integers from 0 to "
-         "9223372036854775807"),
+        (
+            {"max_cache_size": 2**63},
+            "--max_cache_size=9223372036854775808: allowed: integers from 0 to 9223372036854775807",
+        ),
         ({"enable_graph": 1}, "--enable_graph=1: allowed: true or false"),
         ({"dtype": "fp8"}, "--dtype=fp8: allowed: auto, float64, float32, bfloat16, float16"),
         ({"dtype": "Float32"}, "--dtype=Float32: allowed: auto, float64, float32, bfloat16, float16"),
@@ -55,15 +57,20 @@ def test_defaults_are_the_documented_ones() -> None:
         ({"shutdown_timeout_s": float("inf")}, "--shutdown_timeout_s=inf: allowed: numbers from 0"),
         ({"shutdown_timeout_s": 10**400}, f"--shutdown_timeout_s={10**400}: allowed: numbers from 0"),
         ({"max_memory_utilization": 1.5}, "--max_memory_utilization=1.5: allowed: numbers from 0.01 to 1"),
-        ({"cors_allow_origins": ["a,b"]}, "--cors_allow_origins=a,b: allowed: text, several separated by commas"),
+        (
+            {"cors_allow_origins": ["a,b"]},
+            "--cors_allow_origins=a,b: allowed: text, several separated by commas",
+        ),
         ({"cors_allow_origins": 3}, "--cors_allow_origins=3: allowed: text, several separated by commas"),
         ({"api_key": "naïve\n"}, "--api_key=***: allowed: printable ASCII text"),
-        ({"max_tokens_per_chunk_for_prefill": 0},
-         "--max_tokens_per_chunk_for_prefill=0: allowed: -1 or integers from 1"),
+        (
+            {"max_tokens_per_chunk_for_prefill": 0},
+            "--max_tokens_per_chunk_for_prefill=0: allowed: -1 or integers from 1",
+        ),
         ({"block_sise": 1}, "--block_sise: unknown flag (did you mean --block_size?)"),
         ({"zzz": 1}, "--zzz: unknown flag"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_named_with_what_is_allowed(flat: dict[str, object], message: str) -> None:
     assert refusal(**flat) == message
 
@@ -77,7 +84,9 @@ def test_all_mistakes_are_told_together() -> None:
 
 
 def test_values_take_their_canonical_form() -> None:
-    config = Config.from_mapping({"shutdown_timeout_s": 3, "cors_allow_origins": " a, b,", "python_graph_backend": "0"})
+    config = Config.from_mapping(
+        {"shutdown_timeout_s": 3, "cors_allow_origins": " a, b,", "python_graph_backend": "0"}
+    )
     assert config.service.cors_allow_origins == ("a", "b")
     assert config.service.shutdown_timeout_s == 3.0
     assert config.execution.python_graph_backend == "off"
@@ -117,8 +126,11 @@ def _values(setting: Setting) -> st.SearchStrategy[object]:
             printable = st.characters(min_codepoint=32, max_codepoint=126 if setting.secret else 0x2FFF)
             return st.text(printable, min_size=int(setting.nonempty))
         case Kind.LIST:
-            return st.lists(st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters=",")
-                                    , min_size=1)).map(tuple)
+            return st.lists(
+                st.text(
+                    st.characters(min_codepoint=33, max_codepoint=126, exclude_characters=","), min_size=1
+                )
+            ).map(tuple)
         case Kind.DOUBLE:
             return st.floats(setting.low, setting.high, allow_nan=False, allow_infinity=False)
     low, high = setting.low, setting.high
@@ -162,7 +174,11 @@ def test_threads_fill_an_empty_environment() -> None:
 def test_the_users_environment_is_respected() -> None:
     environ = {"OMP_NUM_THREADS": "5,2", "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "7"}
     assert settle_threads(0, environ, torch_loaded=False).compute_threads == 5
-    assert (environ["OMP_NUM_THREADS"], environ["OMP_WAIT_POLICY"], environ["GOMP_SPINCOUNT"]) == ("5,2", "ACTIVE", "7")
+    assert (environ["OMP_NUM_THREADS"], environ["OMP_WAIT_POLICY"], environ["GOMP_SPINCOUNT"]) == (
+        "5,2",
+        "ACTIVE",
+        "7",
+    )
     assert environ["MKL_NUM_THREADS"] == "5"
 
 
@@ -184,7 +200,12 @@ def test_a_broken_omp_num_threads_is_refused(text: str) -> None:
 
 
 def test_what_came_too_late_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    environ = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1"}
+    environ = {
+        "OMP_NUM_THREADS": "2",
+        "MKL_NUM_THREADS": "2",
+        "OPENBLAS_NUM_THREADS": "1",
+        "GOMP_SPINCOUNT": "1",
+    }
     with caplog.at_level(logging.WARNING):
         threads = settle_threads(0, environ, torch_loaded=True)
     assert threads.unsettled == ("OMP_WAIT_POLICY=PASSIVE",)
@@ -200,16 +221,23 @@ def test_what_came_too_late_is_said(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"cpu.max": "max 100000"}, "0::/", None),
         ({"cpu.max": "150000 100000"}, "0::/", 1.5),
-        ({"cpu.max": "max 100000", "a/b/cpu.max": "400000 100000", "a/cpu.max": "200000 100000"}, "0::/a/b", 2.0),
+        (
+            {"cpu.max": "max 100000", "a/b/cpu.max": "400000 100000", "a/cpu.max": "200000 100000"},
+            "0::/a/b",
+            2.0,
+        ),
         ({"cpu.max": "100000 100000"}, "0::/the/hosts/own/path", 1.0),
-        ({"cpu,cpuacct/cpu.cfs_quota_us": "300000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
-         "4:cpu,cpuacct:/\n3:memory:/", 3.0),
+        (
+            {"cpu,cpuacct/cpu.cfs_quota_us": "300000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            "4:cpu,cpuacct:/\n3:memory:/",
+            3.0,
+        ),
         ({"cpu/x/cpu.cfs_quota_us": "50000", "cpu/x/cpu.cfs_period_us": "100000"}, "4:cpu,cpuacct:/x", 0.5),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "4:cpu:/", None),
         ({"cpu.max": "100000 0"}, "0::/", None),
         ({}, "0::/", None),
     ],
-)  # fmt: skip
+)
 def test_cgroup_quota(tmp_path: Path, files: dict[str, str], membership: str, quota: float | None) -> None:
     root = tmp_path / "cgroup"
     root.mkdir()

@@ -94,7 +94,9 @@ def test_rope_rotates_each_pair_by_its_angle() -> None:
     CpuKernels().rope_(x, *table.gather(torch.tensor([2])))
     first, second = complex(1, 3), complex(2, 4)  # halves pair up: (0, 2) turns by 2, (1, 3) by 2 / 10
     turned = [first * complex(*_unit(2.0)), second * complex(*_unit(0.2))]
-    expected = torch.tensor([turned[0].real, turned[1].real, turned[0].imag, turned[1].imag], dtype=torch.float64)
+    expected = torch.tensor(
+        [turned[0].real, turned[1].real, turned[0].imag, turned[1].imag], dtype=torch.float64
+    )
     torch.testing.assert_close(x[0, 0], expected, rtol=0, atol=1e-6)
 
 
@@ -144,7 +146,9 @@ def make_case(case: str, heads: int, kv_heads: int, dtype: torch.dtype) -> tuple
             end = int(torch.randint(rows, used * block_size + 1, (), generator=generator))
             for position in range(end - rows, end):
                 positions.append(position)
-                slots.append(int(pages[sequence, position // block_size]) * block_size + position % block_size)
+                slots.append(
+                    int(pages[sequence, position // block_size]) * block_size + position % block_size
+                )
             pages[sequence, -(-end // block_size) :] = 0
             sequence += 1
     at = torch.tensor(positions)
@@ -237,7 +241,9 @@ def test_cpu_platform() -> None:
     assert 0 < free <= total
 
 
-@pytest.mark.parametrize("device,reason", [("cuda", "not supported yet"), ("npu:0", "not supported yet"), ("tpu", "not a device")])
+@pytest.mark.parametrize(
+    "device,reason", [("cuda", "not supported yet"), ("npu:0", "not supported yet"), ("tpu", "not a device")]
+)
 def test_other_devices_are_refused(device: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"--device={device}.*{reason}|--device={device} is {reason}"):
         select_platform(device)

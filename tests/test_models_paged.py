@@ -38,7 +38,9 @@ def load(path: Path, kernels: Kernels | None = None) -> Decoder:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(0, tiny.VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        0, tiny.VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def one_shot(path: Path, ids: list[int]) -> torch.Tensor:
@@ -65,7 +67,7 @@ def test_chunked_prefill(checkpoints: dict[str, Path], variant: str, chunk: int)
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2", "qwen3"])
 def test_batched_greedy_continuation(checkpoints: dict[str, Path], variant: str) -> None:
-    """Five prompts of different lengths, decoded together, choose and score as each does alone in one pass."""
+    """Five prompts of different lengths, decoded together, score and choose as each does in one pass."""
     lengths = [1, 4, 17, 33, 70]
     texts = [prompt(length, seed=length) for length in lengths]
     runner = PagedRunner(load(checkpoints[variant]), CpuKernels(), F64, sequences=5, max_tokens=100)
@@ -150,7 +152,9 @@ def test_taps_are_residual_streams(checkpoints: dict[str, Path]) -> None:
     target = load(checkpoints["qwen3"])
     kv = PagedRunner(target, CpuKernels(), F64, sequences=1, max_tokens=12).kv
     positions = torch.arange(12)
-    inputs = ForwardInputs(positions, positions + 4, positions + 1, torch.tensor([[1, 2, 3]]), (Segment(0, 1, 12, 3, 0),))
+    inputs = ForwardInputs(
+        positions, positions + 4, positions + 1, torch.tensor([[1, 2, 3]]), (Segment(0, 1, 12, 3, 0),)
+    )
     hidden = target.forward(torch.tensor(ids), inputs, kv, taps=(3, 0, 1))
     last, embedding, first = hidden.taps
     assert torch.equal(last, hidden.residual)

@@ -24,9 +24,7 @@ def load(path: Path, dtype: torch.dtype) -> Decoder:
 
 
 def one_shot(target: Decoder, dtype: torch.dtype, ids: list[int], *, block_size: int = 16) -> torch.Tensor:
-    runner = PagedRunner(
-        target, CpuKernels(), dtype, sequences=1, max_tokens=len(ids), block_size=block_size
-    )
+    runner = PagedRunner(target, CpuKernels(), dtype, sequences=1, max_tokens=len(ids), block_size=block_size)
     return runner.forward([(0, ids)])
 
 
@@ -86,7 +84,25 @@ def test_bf16_norms_round_as_transformers_do() -> None:
 
 PROMPT_IDS = (
     [504, 3575, 282, 4649, 314],  # The capital of France is
-    [1604, 3987, 46477, 24, 94, 727, 472, 585, 304, 2067, 216, 34, 42, 448, 1003, 304, 198],  # def fibonacci(n): ...
+    [
+        1604,
+        3987,
+        46477,
+        24,
+        94,
+        727,
+        472,
+        585,
+        304,
+        2067,
+        216,
+        34,
+        42,
+        448,
+        1003,
+        304,
+        198,
+    ],  # def fibonacci(n):
     [1, 4093, 198, 19161, 253, 421, 30614, 563, 5249, 30, 2, 198, 1, 520, 9531, 198],  # a chat turn
     [6403, *([1980, 253, 655, 28, 281, 253, 1666, 1869, 2025, 28, 665, 4161, 253, 15731, 617, 4027] * 12)],
 )

@@ -21,6 +21,7 @@ from xspec.verify.state import SamplingState, Tuning
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 KNIFE_EDGE = 1e-9
+Batch = tuple[int, list[tuple[Any, ...]], np.ndarray]  # vocab, (params, prompt, answer, ...) rows, logits
 
 
 def bind_row(
@@ -70,7 +71,8 @@ def oracle_logits(
         for token in stops:
             x[token] = -math.inf
     for token in set(prompt) | set(answer):
-        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        r = params.repetition_penalty
+        x[token] = x[token] / r if x[token] > 0 else x[token] * r
     for token in set(answer):
         x[token] -= answer.count(token) * params.frequency_penalty
         x[token] -= params.presence_penalty
@@ -115,22 +117,22 @@ def any_params(draw_: Any, vocab: int) -> SamplingParams:
         return draw_(st.one_of(st.just(neutral), other))
 
     penalty = st.sampled_from([-2.0, -0.5, 0.3, 1.7])
-    token = st.integers(0, vocab - 1)
+    bias = st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([-100.0, -3.5, 2.0, 100.0]), max_size=5)
     return SamplingParams(
         temperature=either(1.0, st.sampled_from([0.0, 1e-6, 1e-5, 1e-3, 0.2, 0.7, 1.5, 5.0])),
         top_k=either(0, st.integers(1, vocab + 3)),
         top_p=either(1.0, st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.999, 0.9999999])),
-        min_p=either(0.0, st.sampled_from([1e-6, 0.03, 0.2, 1.0])),
+        min_p=either(0.0, st.sampled_from([1e-300, 1e-6, 0.03, 0.2, 1.0])),
         presence_penalty=either(0.0, penalty),
         frequency_penalty=either(0.0, penalty),
         repetition_penalty=either(1.0, st.sampled_from([0.5, 1.3, 2.0])),
-        logit_bias=either({}, st.dictionaries(token, st.sampled_from([-100.0, -3.5, 2.0, 100.0]), max_size=5)),
+        logit_bias=either({}, bias),
         min_tokens=either(0, st.integers(1, 6)),
     )
 
 
 @st.composite
-def any_batch(draw_: Any) -> tuple[int, list[tuple[Any, ...]], np.ndarray]:
+def any_batch(draw_: Any) -> Batch:
     vocab = draw_(st.sampled_from([1, 2, 7, 40, 300]))
     token = st.integers(0, vocab - 1)
     row = st.tuples(
@@ -151,7 +153,7 @@ def any_batch(draw_: Any) -> tuple[int, list[tuple[Any, ...]], np.ndarray]:
 
 @settings(max_examples=250, deadline=None)
 @given(any_batch(), st.sampled_from([(), (3,), (16, 64)]))
-def test_equals_the_oracle(batch: tuple[int, list[tuple[Any, ...]], np.ndarray], windows: tuple[int, ...]) -> None:
+def test_equals_the_oracle(batch: Batch, windows: tuple[int, ...]) -> None:
     vocab, rows, logits = batch
     tuning = Tuning(windows=windows, chunk_elements=2 * vocab)
     state = SamplingState(len(rows) + 1, vocab, CPU, dtype=torch.float64, tuning=tuning)
@@ -175,7 +177,9 @@ def test_equals_the_oracle(batch: tuple[int, list[tuple[Any, ...]], np.ndarray],
 
 # -- state -------------------------------------------------------------------------------------------
 
-PENALISED = SamplingParams(temperature=0.0, frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2)
+PENALISED = SamplingParams(
+    temperature=0.0, frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2
+)
 
 
 def adjusted(state: SamplingState, row: int, prefix: list[int] | None = None) -> torch.Tensor:
@@ -195,7 +199,8 @@ def test_advance_rebinding_and_prefix_agree() -> None:
     bind_row(state, 3, PENALISED, prompt, answer[:2])
     bind_row(state, 4, PENALISED, prompt)
     want = oracle_logits(np.linspace(-2, 2, 12), PENALISED, prompt, answer, ())
-    for got in (adjusted(state, 1), adjusted(state, 2), adjusted(state, 3, [9, 1, -1]), adjusted(state, 4, answer)):
+    drafted = adjusted(state, 3, [9, 1, -1]), adjusted(state, 4, answer)
+    for got in (adjusted(state, 1), adjusted(state, 2), *drafted):
         np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-12)
     assert torch.equal(adjusted(state, 1), adjusted(state, 2))
     bind_row(state, 1, PENALISED, [4])  # the row's next tenant inherits nothing
@@ -306,7 +311,8 @@ def test_alone_equals_batch_bit_for_bit(dtype: torch.dtype, vocab: int, threads:
         packed = together.logprobs.unpack(together.tokens[torch.tensor(together.logprobs.rows)].tolist())
         scored = dict(zip(together.logprobs.rows, packed, strict=True))
         for n in range(count):
-            alone = draw_rows(state, logits[n : n + 1], rows[n : n + 1], positions[n : n + 1], asked[n : n + 1])
+            one = slice(n, n + 1)
+            alone = draw_rows(state, logits[one], rows[one], positions[one], asked[one])
             assert alone.tokens[0] == together.tokens[n], asked[n]
             if asked[n] is not None:
                 assert alone.logprobs is not None

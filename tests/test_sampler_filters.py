@@ -24,6 +24,8 @@ RULES = [  # top_k, top_p, min_p
     (0, 0.0, 0.0),
     (10**6, 0.7, 0.0),
     (64, 1.0, 0.0),
+    (10**6, 0.9, 1e-300),  # min_p rounds to 0 in float32
+    (0, 0.9, 1e-300),
 ]
 
 
@@ -88,7 +90,9 @@ def test_top_p_renormalises_after_top_k_and_min_p() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 5), st.sampled_from([3, 130, 1025, 4099]), st.sampled_from([1, 2, 64, 130]), st.booleans())
+@given(
+    st.integers(1, 5), st.sampled_from([3, 130, 1025, 4099]), st.sampled_from([1, 2, 64, 130]), st.booleans()
+)
 def test_top_window_is_topk(rows: int, vocab: int, size: int, ties: bool) -> None:
     size = min(size, vocab)
     x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows * vocab + size))

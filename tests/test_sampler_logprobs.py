@@ -36,8 +36,9 @@ def test_worked_example_with_ragged_k() -> None:
     tokens = result.unpack([3, 0, 2])
     assert [t.token_id for t in tokens] == [3, 0, 2] and result.rows == (1, 4, 6)
     assert [[i for i, _ in t.top] for t in tokens] == [[], [0], [0, 1, 2]]
-    assert [t.logprob for t in tokens] == pytest.approx([math.log(1 / 8), math.log(1 / 2), math.log(1 / 8)])
-    assert [lp for _, lp in tokens[2].top] == pytest.approx([math.log(1 / 2), math.log(1 / 4), math.log(1 / 8)])
+    half, quarter, eighth = (math.log(2.0**-n) for n in (1, 2, 3))
+    assert [t.logprob for t in tokens] == pytest.approx([eighth, half, eighth])
+    assert [lp for _, lp in tokens[2].top] == pytest.approx([half, quarter, eighth])
 
 
 def test_a_top_wider_than_the_vocabulary_is_cut() -> None:

@@ -91,7 +91,7 @@ def test_extreme_bits_stay_finite() -> None:
     """k = 0 and k = 2^31 - 1 through the same transform, in float32: no infinity at either end."""
 
     class Ends(GumbelNoise):
-        def _bits(self, keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        def _bits(self, *_: torch.Tensor | None) -> torch.Tensor:
             return torch.tensor([[0, 1, 2**31 - 1]], dtype=torch.int32)
 
     for dtype in (torch.float32, torch.float64):
@@ -165,9 +165,7 @@ def test_seeds_and_choices_are_independent(other: tuple[int, int]) -> None:
 def test_consecutive_seeds_at_one_position() -> None:
     """Users count seeds up: the first token of each must not be correlated."""
     keys = keys_of(*[(seed, 0) for seed in range(20000)])
-    u = bits_of(
-        GumbelNoise(16, CPU).gumbel(keys, torch.full((20000,), 12), dtype=torch.float64)
-    )
+    u = bits_of(GumbelNoise(16, CPU).gumbel(keys, torch.full((20000,), 12), dtype=torch.float64))
     assert abs(chi_square(torch.bincount((u * 64).long().flatten(), minlength=64))) < 5
     assert abs(chi_square(pair_counts(u[:-1], u[1:], 16))) < 5
 

@@ -101,7 +101,13 @@ def make_checkpoint(
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     path.mkdir(parents=True, exist_ok=True)
     _write_json(path / "config.json", config)
-    generation = {"bos_token_id": 0, "eos_token_id": [0, 2], "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    generation = {
+        "bos_token_id": 0,
+        "eos_token_id": [0, 2],
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.95,
+    }
     _write_json(path / "generation_config.json", generation)
     write_tokenizer(path)
     write_weights(path, make_weights(config, seed=seed, dtype=dtype), shards=shards)
@@ -177,11 +183,13 @@ def write_weights(path: Path, weights: Mapping[str, torch.Tensor], *, shards: in
         save_file(part, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     total = sum(weight.nbytes for weight in weights.values())
-    _write_json(path / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(
+        path / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+    )
 
 
 def write_tokenizer(path: Path) -> None:
-    """tokenizer.json and tokenizer_config.json: GPT-2 byte-level BPE, three specials, 256 bytes, 41 merges."""
+    """tokenizer.json and tokenizer_config.json: byte-level BPE of 3 specials, 256 bytes and 41 merges."""
     vocab, merges = _bpe()
     specials = [
         {
@@ -238,11 +246,20 @@ def _bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
     for char in _byte_chars():
         vocab[char] = len(vocab)
     space = "\u0120"  # how byte-level BPE writes a space
-    pairs = [(space, "t"), ("h", "e"), ("i", "n"), ("r", "e"), ("o", "n"), (space + "t", "he"), ("e", "r"), ("a", "t")]
+    pairs = [
+        (space, "t"),
+        ("h", "e"),
+        ("i", "n"),
+        ("r", "e"),
+        ("o", "n"),
+        (space + "t", "he"),
+        ("e", "r"),
+        ("a", "t"),
+    ]
     pairs += [(space, letter) for letter in "aswobcfpdmlhnig"]
     pairs += [("e", "s"), ("o", "u"), ("i", "s"), ("o", "r"), ("in", "g"), ("e", "d"), ("a", "l"), ("e", "n")]
     pairs += [("s", "t"), ("l", "l"), ("i", "t"), (space + "a", "n"), (space + "an", "d"), (space + "o", "f")]
-    pairs += [("i", "c"), ("a", "r"), ("u", "s"), ("\u00c3", "\u00a9")]  # the last is "e" with an acute accent
+    pairs += [("i", "c"), ("a", "r"), ("u", "s"), ("\u00c3", "\u00a9")]  # e with acute accent
     for left, right in pairs:
         vocab[left + right] = len(vocab)
     assert len(vocab) == TOKENIZER_SIZE, len(vocab)

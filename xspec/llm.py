@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import queue
 import threading
 import weakref
@@ -66,6 +67,7 @@ class LLM:
     ) -> None:
         self.config = _config_of(model, config, flags)
         settle_threads(self.config.execution.num_compute_threads)
+        self._numbers = itertools.count()
         self._thread = _LoopThread()
         factory = _real_engine if engine_factory is None else engine_factory
         try:
@@ -196,11 +198,11 @@ class LLM:
     async def _outputs(
         self, prompt: tuple[int, ...], params: SamplingParams
     ) -> AsyncGenerator[TextOutput, None]:
-        outputs = cast("AsyncGenerator[TextOutput, None]", self._engine.generate(prompt, params))
-        async with contextlib.aclosing(outputs):
+        outputs = self._engine.generate(prompt, params, request_id=f"llm-{next(self._numbers)}")
+        async with contextlib.aclosing(cast("AsyncGenerator[TextOutput, None]", outputs)):
             async for output in outputs:
-                if output.finish_reason is FinishReason.ERROR:
-                    raise EngineError(output.error or "the engine failed")
+                if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    raise EngineError(output.error or "the engine ended the request")
                 yield output
 
     def _stream(self, prompt: tuple[int, ...], params: SamplingParams) -> Iterator[TextOutput]:
@@ -274,6 +276,9 @@ class _LoopThread:
         finally:
             self._loop.close()
 
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def start(self, work: Coroutine[Any, Any, T]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -320,6 +325,9 @@ async def _real_engine(config: Config, progress: Progress) -> Engine:
 
 
 def _shut_down(thread: _LoopThread, engine: Engine) -> None:
+    if thread.is_current():  # the garbage collector may call from anywhere
+        threading.Thread(target=_shut_down, args=(thread, engine), daemon=True).start()
+        return
     try:
         thread.run(engine.close(), CLOSE_TIMEOUT_S)
     finally:

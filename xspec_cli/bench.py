@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -39,6 +40,7 @@ COMMAND = Command(
     about="Measure throughput and latency of an engine in this process or of running servers.",
     flags=BENCH_FLAGS,
 )
+log = logging.getLogger(__name__)
 DEFAULT_CONCURRENCY = ("1", "8", "32")
 MAX_CONCURRENCY = 4096
 
@@ -75,11 +77,7 @@ def job_of(launch: Launch) -> Job:
     """Check what the flag table alone cannot. ConfigError names flag, value found and values allowed."""
     urls = tuple(url.rstrip("/") for url in launch.value("url"))
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-            raise ConfigError(f"--url={url}: allowed: http://host:port, without /v1")
-        if parts.path.endswith("/v1"):
-            raise ConfigError(f"--url={url}: leave /v1 out; the paths below it are added")
+        check_url(url)
     if len(urls) > 2 or len(set(urls)) < len(urls):
         raise ConfigError(f"--url={','.join(urls)}: allowed: one server or two different ones")
     check_output(launch.value("output"))
@@ -104,6 +102,20 @@ def job_of(launch: Launch) -> Job:
         request_timeout_s=float(launch.value("request_timeout_s")),
         output=launch.value("output"),
     )
+
+
+def check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise ConfigError(f"--url={url}: allowed: http://host:port")
+    if parts.username is not None:
+        raise ConfigError("--url holds a user name; give the server's key as --api_key")
+    if parts.path.endswith("/v1"):
+        raise ConfigError(f"--url={url}: leave /v1 out; the paths below it are added")
 
 
 def levels(concurrency: Sequence[str], request_rate: Sequence[str]) -> Iterator[Level]:
@@ -137,6 +149,10 @@ def main(argv: Sequence[str]) -> int:
 
 def run(job: Job, launch: Launch, progress: Progress) -> int:
     """Measure, show and keep. 0, or 1 if any request failed: figures of a run with failures mislead."""
+    if (needed := job.plan.prompts_needed) > len(job.prompts):
+        log.warning(
+            "%d prompts serve %d requests: repeated ones may hit a prefix cache", len(job.prompts), needed
+        )
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     runs, described = asyncio.run(_measure(job, launch, progress))
     names = [str(entry["name"]) for entry in described]
@@ -164,6 +180,7 @@ def run(job: Job, launch: Launch, progress: Progress) -> int:
 def settings_of(launch: Launch, job: Job) -> dict[str, Any]:
     """Every bench flag in effect; the engine's own settings only matter where there is an engine here."""
     settings: dict[str, Any] = {flag.name: launch.value(flag.name) for flag in BENCH_FLAGS}
+    settings["prompts_available"] = len(job.prompts)
     settings["levels"] = [str(level) for level in job.plan.levels]
     if not job.urls:
         settings["engine"] = launch.config.to_flat()

@@ -12,10 +12,10 @@ DISAGG_PD = "DisaggPD"
 
 _ONE_PROCESS = "more than one process is not in this version yet"
 _ONE_DEVICE = "one process computes on one device"
-_NO_EPLB = "only read with --enable_eplb, which is refused"
-_NO_PEERS = "only read with --nnodes above 1, which is refused"
-_NO_REGISTRY = "only read with --etcd_addr, which is refused"
-_NO_PD = "only read with --enable_disagg_pd, which is refused"
+_NO_EPLB = "it is only read with --enable_eplb, which is refused"
+_NO_PEERS = "it is only read with --nnodes above 1, which is refused"
+_NO_REGISTRY = "it is only read with --etcd_addr, which is refused"
+_NO_PD = "it is only read with --enable_disagg_pd, which is refused"
 
 PARALLEL_FLAGS: tuple[Flag, ...] = (
     refused("dp_size", PARALLEL, Kind.INT32, 1, "data parallel groups", _ONE_PROCESS),
@@ -34,7 +34,7 @@ PARALLEL_FLAGS: tuple[Flag, ...] = (
           _ONE_DEVICE),
     inert("micro_batch_num", PARALLEL, Kind.INT32, 1, "parts of a batch for that", _ONE_DEVICE),
     inert("enable_dp_balance", PARALLEL, Kind.BOOL, False, "even out data parallel groups",
-          "only read with --dp_size above 1, which is refused"),
+          "it is only read with --dp_size above 1, which is refused"),
     inert("enable_mm_encoder_dp", PARALLEL, Kind.BOOL, False, "data parallel image encoder",
           "only text models are served"),
 )

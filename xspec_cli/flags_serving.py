@@ -19,8 +19,8 @@ _ONE_LOOP = "one event loop serves every connection"
 _TEXT_ONLY = "only text models are served; requests with images are refused"
 _MAPPED = "weights are memory-mapped and packed once"
 _NOT_YET = "not in this version yet"
-_NO_STORE = "only read with --enable_kvcache_store or --host_blocks_factor, which are refused"
-_NO_PRIORITY = "only read with --priority_strategy other than fcfs, which is refused"
+_NO_STORE = "it is only read with --enable_kvcache_store or --host_blocks_factor, which are refused"
+_NO_PRIORITY = "it is only read with --priority_strategy other than fcfs, which is refused"
 
 CONFIG_FLAGS: tuple[Flag, ...] = (
     command("config_json_file", CONFIG, Kind.STRING, "",
@@ -59,11 +59,11 @@ SERVICE_FLAGS: tuple[Flag, ...] = (
     refused("enable_verbose_trace_log", SERVICE, Kind.BOOL, False, "log whole requests and answers",
             _NOT_YET),
     inert("verbose_trace_log_path", SERVICE, Kind.STRING, "log/verbose_trace.log", "file of that log",
-          "only read with --enable_verbose_trace_log, which is refused"),
+          "it is only read with --enable_verbose_trace_log, which is refused"),
     inert("verbose_trace_log_max_size_mb", SERVICE, Kind.INT32, 1024, "size of one file of that log",
-          "only read with --enable_verbose_trace_log, which is refused"),
+          "it is only read with --enable_verbose_trace_log, which is refused"),
     inert("verbose_trace_log_max_files", SERVICE, Kind.INT32, 1000, "files kept of that log",
-          "only read with --enable_verbose_trace_log, which is refused"),
+          "it is only read with --enable_verbose_trace_log, which is refused"),
 )
 
 MODEL_FLAGS: tuple[Flag, ...] = (
@@ -120,7 +120,7 @@ CACHE_FLAGS: tuple[Flag, ...] = (
           "no model with linear attention is supported"),
     refused("enable_xtensor", CACHE, Kind.BOOL, False, "KV in NPU virtual memory", "it needs an NPU"),
     inert("phy_page_granularity_size", CACHE, Kind.INT64, 2097152, "page size of that",
-          "only read with --enable_xtensor, which is refused"),
+          "it is only read with --enable_xtensor, which is refused"),
 )
 
 STORE_FLAGS: tuple[Flag, ...] = (
@@ -173,7 +173,7 @@ SCHEDULER_FLAGS: tuple[Flag, ...] = (
     refused("use_zero_evict", SCHEDULER, Kind.BOOL, False, "admit only what never needs preemption",
             _NOT_YET),
     inert("max_decode_token_per_sequence", SCHEDULER, Kind.INT32, 256, "answer length assumed by that",
-          "only read with --use_zero_evict, which is refused"),
+          "it is only read with --use_zero_evict, which is refused"),
 )
 
 FLAGS: tuple[Flag, ...] = (

@@ -30,8 +30,8 @@ or `--x=true` (a switch never takes the next word), the last occurrence wins. `-
 `--tryfromenv`, `--undefok`, `--version`, `--help` and `--helpfull` work as in gflags.
 
 `--config_json_file` names a flat JSON object of flag values; a flag on the command line wins over it, and it
-wins over the default. Unlike in xLLM, a file that cannot be read, is no JSON object or holds an unknown flag is
-an error. All mistakes of a command line are reported together, and the exit code is 1.
+wins over the default. Unlike in xLLM, a file that cannot be read, is no JSON object or holds an unknown flag
+is an error. All mistakes of a command line are reported together, and the exit code is 1.
 
 - **honoured**: it does what it says.
 - **inert**: accepted and logged once. It chooses kernels, devices or worker processes that do not exist here,

@@ -58,15 +58,19 @@ class Kernels(Protocol):
         """
 
     def rope_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate halves (NeoX) in place. heads [N, *, D]; cos, sin [N, 1, D], the first half of sin negated."""
+        """Rotate halves (NeoX) in place. heads [N, *, D]; cos, sin [N, 1, D], sin's first half negated."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [N, 2 * F] -> [N, F]."""
 
-    def kv_slab(self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    def kv_slab(
+        self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """One plane's zeroed K/V storage in the layout this platform's attention reads."""
 
-    def paged_attention(self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor) -> PagedAttention:
+    def paged_attention(
+        self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor
+    ) -> PagedAttention:
         """Prepare what every layer of this forward pass shares: masks, page ids, work tiles.
 
         `slab` is any plane of the cache the pass runs on; only its layout matters here.

@@ -100,7 +100,7 @@ class CpuAttention:
         slab.view(slab.shape[0], -1, self._shape.head_dim).index_copy_(1, self._slots, kv.transpose(0, 1))
 
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
-        parts = []
+        parts: list[torch.Tensor] = []
         for gather in self._gathers:
             torch.index_select(slab, 1, gather.page_ids, out=gather.block)
             parts.extend(self._attend_tile(tile, q) for tile in gather.tiles)
@@ -118,7 +118,9 @@ class CpuAttention:
         if mask.shape[0] != batch:
             mask = mask.expand(batch, -1, -1)
         weights = torch.softmax(torch.baddbmm(mask, queries, tile.keys, alpha=shape.scale), -1)
-        mixed = torch.bmm(weights, tile.values).view(shape.kv_heads, tile.count, tile.rows, group, shape.head_dim)
+        mixed = torch.bmm(weights, tile.values).view(
+            shape.kv_heads, tile.count, tile.rows, group, shape.head_dim
+        )
         return mixed.permute(1, 2, 0, 3, 4).reshape(rows, shape.heads * shape.head_dim)
 
     def _together(self, segment: Segment) -> int:
@@ -139,7 +141,9 @@ class CpuAttention:
             block = self._scratch[: pages * self._page_elements]
             block = block.view(2 * shape.kv_heads, pages, self._block_size, shape.head_dim)
             first_row = segment.first_row + first * segment.rows
-            gathers.append(_Gather(page_ids, block, tuple(self._tiles(block, first_row, count, segment.rows))))
+            gathers.append(
+                _Gather(page_ids, block, tuple(self._tiles(block, first_row, count, segment.rows)))
+            )
         return gathers
 
     def _tiles(self, block: torch.Tensor, first_row: int, count: int, rows: int) -> list[_Tile]:
@@ -195,8 +199,12 @@ class CpuKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def kv_slab(self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    def kv_slab(
+        self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         return torch.zeros(2 * kv_heads, pages, block_size, head_dim, dtype=dtype)
 
-    def paged_attention(self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor) -> CpuAttention:
+    def paged_attention(
+        self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor
+    ) -> CpuAttention:
         return CpuAttention(inputs, shape, slab.shape[2])

@@ -75,7 +75,9 @@ class ReferenceKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def kv_slab(self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    def kv_slab(
+        self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         return torch.zeros(2 * kv_heads, pages, block_size, head_dim, dtype=dtype, device=self._device)
 
     def paged_attention(

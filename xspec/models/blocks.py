@@ -11,7 +11,6 @@ import torch
 
 from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
 from xspec.models.base import Hidden, TargetSpec
-from xspec.models.checkpoint import Shapes
 from xspec.models.config import DecoderConfig
 from xspec.nn.attention import GroupedAttention
 from xspec.nn.embed import Embedding
@@ -58,7 +57,8 @@ class Decoder:
             max_position=config.max_position,
         )
         self._kernels, self._shape = kernels, shape
-        self._embedding, self._layers, self._norm, self._head, self._rope = embedding, layers, norm, head, rope
+        self._embedding, self._layers, self._rope = embedding, layers, rope
+        self._norm, self._head = norm, head
 
     def forward(
         self,
@@ -89,8 +89,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         qkv, output, gate_up, down = _linear_parts(config, layer)
-        columns = ((qkv, hidden), (output, config.heads * config.head_dim), (gate_up, hidden), (down, config.inner_size))
-        for parts, size in columns:
+        inputs = (hidden, config.heads * config.head_dim, hidden, config.inner_size)
+        for parts, size in zip((qkv, output, gate_up, down), inputs, strict=True):
             for part in parts:
                 shapes[f"{part.name}.weight"] = (part.rows, size)
                 if part.bias:
@@ -137,7 +137,9 @@ def build_decoder(
         head_norm = None
         first, second, *head_norms = norms.values()
         if config.head_norm:
-            weight = torch.cat((head_norms[0].expand(config.heads, -1), head_norms[1].expand(config.kv_heads, -1)))
+            weight = torch.cat(
+                (head_norms[0].expand(config.heads, -1), head_norms[1].expand(config.kv_heads, -1))
+            )
             head_norm = RMSNorm(kernels, weight, config.norm_eps)
         attention = GroupedAttention(
             kernels,
@@ -149,14 +151,19 @@ def build_decoder(
         mlp = SwiGLU(kernels, linear(gate_up, config.hidden_size), linear(down, config.inner_size))
         layers.append(
             Layer(
-                RMSNorm(kernels, first, config.norm_eps), attention, RMSNorm(kernels, second, config.norm_eps), mlp
+                RMSNorm(kernels, first, config.norm_eps),
+                attention,
+                RMSNorm(kernels, second, config.norm_eps),
+                mlp,
             )
         )
     norm = RMSNorm(kernels, vector(FINAL_NORM, config.hidden_size), config.norm_eps)
     if config.tied_head:
         head = kernels.pack_linear(table)
     else:
-        head = linear((LinearPart(HEAD.removesuffix(".weight"), config.vocab_size, False),), config.hidden_size)
+        head = linear(
+            (LinearPart(HEAD.removesuffix(".weight"), config.vocab_size, False),), config.hidden_size
+        )
     factors = None
     if config.rope.scaling is RopeScaling.FACTORS:
         factors = vector(ROPE_FACTORS, config.head_dim // 2, torch.float32).cpu()

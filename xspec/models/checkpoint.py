@@ -18,9 +18,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Checkpoint(Protocol):
     """Names and config keys are those of Hugging Face, whatever the file format."""
 
-    name: str  # for messages: where it lies
-    config: Mapping[str, Any]
-    shapes: Shapes
+    @property
+    def name(self) -> str:
+        """Where it lies, for messages."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def shapes(self) -> Shapes: ...
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Copy one tensor into `out` (same shape, any float dtype)."""

@@ -60,7 +60,12 @@ class ConfigReader:
         value = source.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and value > 0
+            and math.isfinite(value)
+        ):
             return float(value)
         self._wrong.append(f"{key} must be a positive number, found {_shown(source, key)}")
         return 1.0
@@ -102,7 +107,7 @@ class ConfigReader:
         for source in (section, self.raw):
             if source.get("partial_rotary_factor") not in (None, 1, 1.0):
                 self.refuse(f"partial_rotary_factor={source['partial_rotary_factor']!r} (only 1.0)")
-        theta = self.number({"rope_theta": section.get("rope_theta", self.raw.get("rope_theta"))}, "rope_theta", 1e4)
+        theta = self.number(section if "rope_theta" in section else self.raw, "rope_theta", 1e4)
         kind = section.get("rope_type", section.get("type", "default"))
         match kind:
             case "default":
@@ -168,7 +173,9 @@ def derived_head_dim(config: ConfigReader, hidden: int, heads: int) -> int:
     if config.raw.get("head_dim") is not None:
         return config.size("head_dim")
     if hidden % heads:
-        config.wrong(f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}) and head_dim is absent")
+        config.wrong(
+            f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}); head_dim is absent"
+        )
     return max(1, hidden // heads)
 
 

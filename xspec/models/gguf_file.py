@@ -1,6 +1,7 @@
-"""The container format of a GGUF file: metadata values and where each tensor lies. Every read is bounds-checked.
+"""The container format of a GGUF file: metadata values and where each tensor lies.
 
-Reads the header only, in milliseconds; arrays (tokenizer tables) are stepped over, not built.
+Reads the header only, in milliseconds; arrays (tokenizer tables) are stepped over, not built. Every
+read is bounds-checked: a cut or damaged file is an error, never a crash or an endless loop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from xspec.errors import CheckpointError
 
 _STRING, _ARRAY = 8, 9
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _MAX_DIMS = 8
 _DEFAULT_ALIGNMENT = 32
 
@@ -87,7 +100,9 @@ class _Cursor:
         except (ValueError, KeyError):
             raise CheckpointError(f"{self._path}: tensor {name} has unknown type {kind_id}") from None
         if shape[-1] % block:
-            raise CheckpointError(f"{self._path}: rows of {name} ({shape[-1]}) are no multiple of {kind.name}'s {block}")
+            raise CheckpointError(
+                f"{self._path}: rows of {name} have {shape[-1]} weights, {kind.name} packs them by {block}"
+            )
         size_bytes = math.prod(shape) // block * block_bytes
         if start + size_bytes > len(self._data):
             raise CheckpointError(
@@ -114,7 +129,7 @@ class _Cursor:
         elif kind in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[kind]))
         else:
-            raise CheckpointError(f"{self._path}: arrays of metadata type {kind} are unknown (byte {self._at})")
+            raise CheckpointError(f"{self._path}: unknown array type {kind} at byte {self._at}")
 
     def _string(self) -> str:
         raw = self._bytes(self._count())
@@ -139,6 +154,7 @@ class _Cursor:
     def _skip(self, count: int) -> None:
         if self._at + count > len(self._data):
             raise CheckpointError(
-                f"{self._path} is cut short: its header wants byte {self._at + count}, the file has {len(self._data)}"
+                f"{self._path} is cut short: its header goes on to byte {self._at + count}, "
+                f"the file has {len(self._data)}"
             )
         self._at += count

@@ -103,11 +103,14 @@ class GgufCheckpoint:
             rows[start : start + step].copy_(torch.from_numpy(np.array(part, dtype=np.float32)))
 
 
-def gguf_config(metadata: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Any]:
+def gguf_config(
+    metadata: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]], where: str
+) -> dict[str, Any]:
     """The config.json that the metadata amounts to. Switches without a counterpart are refused by name."""
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise CheckpointError(f"{where}: architecture {arch!r} is not supported; known: {', '.join(ARCHITECTURES)}")
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{where}: architecture {arch!r} is not supported; known: {known}")
 
     def field(key: str) -> Value:
         return metadata.get(f"{arch}.{key}")

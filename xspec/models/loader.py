@@ -35,7 +35,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
     config = read_config(checkpoint.config, checkpoint.name)
     if ROPE_FACTORS in checkpoint.shapes:  # only GGUF stores scaled frequencies as a tensor
-        config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling=RopeScaling.FACTORS))
+        rope = dataclasses.replace(config.rope, scaling=RopeScaling.FACTORS)
+        config = dataclasses.replace(config, rope=rope)
     return config
 
 

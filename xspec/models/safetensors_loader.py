@@ -59,7 +59,8 @@ def _weight_files(path: Path) -> list[str]:
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return [SINGLE]
-        weights = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+        kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+        weights = sorted(entry.name for entry in path.iterdir() if entry.suffix in kinds)
         raise CheckpointError(
             f"{path} has neither {SINGLE} nor {INDEX}; weight files found: {', '.join(weights) or 'none'}"
         )

@@ -26,7 +26,12 @@ class LinearPart:
 
 
 def fused_linear(
-    kernels: Kernels, fill: Fill, parts: Sequence[LinearPart], columns: int, dtype: torch.dtype, device: torch.device
+    kernels: Kernels,
+    fill: Fill,
+    parts: Sequence[LinearPart],
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> PackedLinear:
     """Read `parts` below one another, pack, and keep only the packed form."""
     rows = sum(part.rows for part in parts)

@@ -29,7 +29,9 @@ class RopeConfig:
     original_max_position: int = 8192
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int, factors: torch.Tensor | None = None) -> torch.Tensor:
+def inverse_frequencies(
+    config: RopeConfig, head_dim: int, factors: torch.Tensor | None = None
+) -> torch.Tensor:
     """[D / 2] fp32. `factors` [D / 2] is required by, and only by, RopeScaling.FACTORS."""
     frequencies = 1.0 / (config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     match config.scaling:
@@ -60,7 +62,9 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class RopeTable:
     """Cosines and sines of every position, gathered once per forward pass."""
 
-    def __init__(self, frequencies: torch.Tensor, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, frequencies: torch.Tensor, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)

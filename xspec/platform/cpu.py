@@ -44,15 +44,14 @@ class CpuPlatform:
         dtypes = {torch.float64, torch.float32, torch.bfloat16}
         if torch.ops.mkldnn._is_mkldnn_fp16_supported():
             dtypes.add(torch.float16)
-        capabilities = torch.cpu.get_capabilities()
-        fast_bf16 = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+        fast_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         self.abilities = Abilities(
             dtypes=frozenset(dtypes),
             default_dtype=torch.bfloat16 if fast_bf16 else torch.float32,
             graph_backends=frozenset({"off", "cpu"}),
             default_graph_backend="cpu",
             ring_slots=2,
-            modest_cache_bytes=2 * 2**30,
+            modest_cache_bytes=2**30,
         )
 
     def device(self) -> torch.device:
@@ -65,6 +64,7 @@ class CpuPlatform:
         return torch.empty(shape, dtype=dtype)
 
     def capture(self, fn: Callable[[], None]) -> Captured:
+        fn()  # oneDNN builds and keeps its primitives at the first call of a shape
         return PreparedCall(fn)
 
     def bucket_grid(self, max_rows: int) -> BucketGrid:
@@ -83,7 +83,7 @@ def memory_bytes(proc: Path, cgroup: Path) -> tuple[int, int]:
     """(free, total): the host's figures, narrowed by every cgroup limit that applies to this process."""
     try:
         lines = (proc / "meminfo").read_text().splitlines()
-        fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        fields = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines)}
         free, total = fields["MemAvailable"], fields["MemTotal"]
     except (OSError, KeyError, ValueError, IndexError) as error:
         raise ConfigError(

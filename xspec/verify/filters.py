@@ -113,7 +113,7 @@ def candidates(
 
     Rows decided within a window come back with their few ids; the rest, or all without windows, in
     full width. `top_k_cap` bounds every row's top_k (0: unknown or off) and sizes the first window;
-    `open_tail` says whether some row has top-p alone, which needs the mass of the whole row.
+    `open_tail` says whether some row has top-p without top-k, which needs the mass of the whole row.
     """
     vocab = x.shape[1]
     total = mass(x, scratch) if open_tail else x.new_zeros(x.shape[0], 1)
@@ -150,12 +150,13 @@ def _threshold(top: torch.Tensor, rules: FilterRules, total: torch.Tensor, vocab
     size = top.shape[1]
     none = float("-inf")
     k = rules.top_k.unsqueeze(1)
-    limited = (k > 0) & (k < vocab)
+    limited = k > 0
     kth = top.gather(1, (k - 1).clamp(min=0, max=size - 1))
     floor = torch.maximum(kth.masked_fill(~limited, none), rules.min_p.log().unsqueeze(1))
     before = top.exp().masked_fill_(top < floor, 0.0).cumsum(1)
-    # Renormalise over what min-p and top-k left; untouched rows need the mass beyond the window too.
-    left = torch.where(floor == none, total, before[:, -1:])
+    # Renormalise over what min-p and top-k left; without them, over the mass beyond the window too.
+    untouched = ~limited & (floor == none)
+    left = torch.where(untouched, total, before[:, -1:])
     before = before.roll(1, 1)
     before[:, 0] = 0.0
     p = rules.top_p.unsqueeze(1)
@@ -164,5 +165,5 @@ def _threshold(top: torch.Tensor, rules: FilterRules, total: torch.Tensor, vocab
     cut = torch.where(p < 1.0, torch.maximum(nucleus, floor), floor)
     cut = torch.minimum(cut, top[:, :1])  # a vanishing top_p still keeps the likeliest
     # A floor that reaches past the window leaves `left` short of mass, so nothing below it counts.
-    known = (floor > top[:, -1:]) | (floor == none)
+    known = (floor > top[:, -1:]) | untouched
     return cut if size == vocab else torch.where(known, cut, top[:, -1:])

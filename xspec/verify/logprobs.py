@@ -60,7 +60,9 @@ def score(
     return measure(logits, target_ids, tuple(range(count)), (top,) * count, windows=windows)
 
 
-def ranked(x: torch.Tensor, count: int, *, windows: tuple[int, ...] = WINDOWS) -> tuple[torch.Tensor, torch.Tensor]:
+def ranked(
+    x: torch.Tensor, count: int, *, windows: tuple[int, ...] = WINDOWS
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest of each row (values, ids), ties by lowest id."""
     if count == 0:
         return x[:, :0], torch.zeros(x.shape[0], 0, dtype=torch.int64, device=x.device)

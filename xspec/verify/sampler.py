@@ -32,7 +32,7 @@ class Kind:
     penalised: bool = False
     biased: bool = False
     held: bool = False  # min_tokens may still mask its stop ids
-    open_tail: bool = False  # top-p alone: needs the mass of the whole row
+    open_tail: bool = False  # top-p without top-k: needs the mass of the whole row
 
     @property
     def adjusted(self) -> bool:
@@ -71,7 +71,7 @@ def needs_of(params_list: Sequence[SamplingParams | None]) -> SampleNeeds:
     flat: dict[Kind, list[int]] = {}
     for row, params in enumerate(params_list):
         flat.setdefault(_kind(params), []).append(row)
-    asked = [(row, p.logprobs) for row, p in enumerate(params_list) if p is not None and p.logprobs is not None]
+    asked = [(row, p.logprobs) for row, p in enumerate(params_list) if p and p.logprobs is not None]
     groups = []
     for kind, rows in flat.items():
         ks = [p.top_k if (p := params_list[row]) is not None else 0 for row in rows]
@@ -94,7 +94,7 @@ def _kind(params: SamplingParams | None) -> Kind:
         penalised=params.penalised,
         biased=bool(params.logit_bias),
         held=params.min_tokens > 0,
-        open_tail=mode is Mode.FILTERED and params.top_p < 1.0 and params.top_k <= 0 and params.min_p <= 0.0,
+        open_tail=mode is Mode.FILTERED and params.top_p < 1.0 and params.top_k <= 0,
     )
 
 
@@ -108,7 +108,8 @@ def draw(
 ) -> Drawn:
     """Draw one token per row. `prefix` matters only to penalties: their counts must follow the draft."""
     if logits.shape != (needs.rows, state.vocab_size):
-        raise ValueError(f"logits {tuple(logits.shape)} do not fit {needs.rows} rows of {state.vocab_size} ids")
+        want = (needs.rows, state.vocab_size)
+        raise ValueError(f"logits {tuple(logits.shape)} do not fit (rows, vocabulary) = {want}")
     tokens = torch.empty(needs.rows, dtype=torch.int64, device=logits.device)
     bad = torch.empty(needs.rows, dtype=torch.bool, device=logits.device)
     for group in needs.groups:

@@ -70,17 +70,15 @@ class StreamReader:
             return
         try:
             event = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise TargetError(f"an event is not JSON: {data[:80]!r}") from error
-        if not isinstance(event, dict):
-            raise TargetError(f"an event is not an object: {data[:80]!r}")
-        if "error" in event:
-            raise TargetError(f"error in the stream: {error_message(event)}")
-        self._usage = event.get("usage") or self._usage
-        for choice in event.get("choices") or ():
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
-            if _text_of(choice):
-                self._chunk_s.append(self._clock())
+            if event.get("error"):
+                raise TargetError(f"error in the stream: {error_message(event)}")
+            self._usage = event.get("usage") or self._usage
+            for choice in event.get("choices") or ():
+                self._finish_reason = choice.get("finish_reason") or self._finish_reason
+                if _text_of(choice):
+                    self._chunk_s.append(self._clock())
+        except (orjson.JSONDecodeError, AttributeError, TypeError) as error:
+            raise TargetError(f"an event is not an OpenAI chunk: {data[:80]!r}") from error
 
     def answer(self) -> Answer:
         if not self.done:
@@ -89,12 +87,10 @@ class StreamReader:
             raise TargetError(NO_USAGE)
         if self._finish_reason in ("error", "abort"):
             raise TargetError(f"the server ended the request: {self._finish_reason}")
-        return Answer(
-            chunk_s=tuple(self._chunk_s),
-            prompt_tokens=int(self._usage["prompt_tokens"]),
-            completion_tokens=int(self._usage["completion_tokens"]),
-            finish_reason=self._finish_reason,
-        )
+        prompt_tokens, completion_tokens = map(self._usage.get, ("prompt_tokens", "completion_tokens"))
+        if not isinstance(prompt_tokens, int) or not isinstance(completion_tokens, int):
+            raise TargetError(f"the usage has no token counts: {self._usage}")
+        return Answer(tuple(self._chunk_s), prompt_tokens, completion_tokens, self._finish_reason)
 
 
 def _text_of(choice: dict[str, Any]) -> str:
@@ -148,12 +144,13 @@ class HttpTarget:
         return {"url": self._url, "model": self.model, "version": await self._version()}
 
     async def _version(self) -> str | None:
-        """/version is a custom of xspec and vLLM, not of OpenAI: None where there is none."""
-        async with self._session.get(f"{self._url}/version") as response:
-            if response.status != 200 or response.content_type != "application/json":
-                return None
-            body = orjson.loads(await response.read())
-            return str(body["version"]) if isinstance(body, dict) and "version" in body else None
+        """/version is a custom of xspec and vLLM, not of OpenAI: None where nothing of the kind answers."""
+        try:
+            async with self._session.get(f"{self._url}/version") as response:
+                body = orjson.loads(await response.read()) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
+            return None
+        return str(body["version"]) if isinstance(body, dict) and "version" in body else None
 
     async def ask(self, prompt: Prompt, seed: int, clock: Clock) -> Answer:
         path = "/v1/chat/completions" if self._options.chat else "/v1/completions"

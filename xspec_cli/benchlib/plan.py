@@ -29,6 +29,11 @@ class PlanOptions:
     warmup: int | None  # unmeasured requests before a target's first run at a level; None: see warmup_of
     seed: int
 
+    @property
+    def prompts_needed(self) -> int:
+        """Prompts that one target is sent in all."""
+        return sum(self.warmup_of(level) + self.rounds * self.num_prompts for level in self.levels)
+
     def warmup_of(self, level: Level) -> int:
         """Enough to fill every place of the level once: first calls at a new batch size are slow."""
         if self.warmup is not None:
