@@ -107,7 +107,7 @@ class FakeDevice:
         table, size = self.tables[row], self.block_size
         return [self.kv[table[i // size], i % size] for i in range(length)]
 
-    def _chunk(self, chunk) -> RowTokens:  # noqa: ANN001
+    def _chunk(self, chunk) -> RowTokens:
         assert self.owners[chunk.row] == chunk.sequence_id
         for offset, token in enumerate(chunk.token_ids):
             self._write(chunk.row, chunk.start + offset, token)
@@ -116,7 +116,7 @@ class FakeDevice:
         assert chunk.end == self.lengths[chunk.row]
         return RowTokens(chunk.sequence_id, (self._draw(chunk.row),))
 
-    def _row(self, row) -> RowTokens:  # noqa: ANN001
+    def _row(self, row) -> RowTokens:
         assert self.owners[row.row] == row.sequence_id
         self._write(row.row, self.lengths[row.row] - 1, self.last[row.row])
         assert self.lengths[row.row] <= row.kv_bound
@@ -132,7 +132,7 @@ class FakeDevice:
 class InlineLauncher:
     """Runs a call at once, like a launch thread that is always ahead."""
 
-    def submit(self, fn) -> Future:  # noqa: ANN001
+    def submit(self, fn) -> Future:
         future: Future = Future()
         try:
             future.set_result(fn())

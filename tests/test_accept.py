@@ -14,7 +14,7 @@ def expected(draws: list[int], drafts: list[int], limit: int) -> list[int]:
     """Tokens one row commits: walk the draws until a draft disagrees or the limit is reached."""
     committed: list[int] = []
     for step, token in enumerate(draws):
-        if len(committed) == limit:
+        if len(committed) >= limit:
             break
         committed.append(token)
         if step == len(drafts) or drafts[step] != token:
@@ -28,7 +28,7 @@ def test_every_small_case(k: int) -> None:
         (draws, drafts, limit)
         for draws in itertools.product((5, 6), repeat=k + 1)
         for drafts in itertools.product((5, 6, -1), repeat=k)
-        for limit in range(k + 3)
+        for limit in range(-1, k + 3)
     ]
     draws = torch.tensor([c[0] for c in cases]).reshape(len(cases), k + 1)
     drafts = torch.tensor([c[1] for c in cases], dtype=torch.int64).reshape(len(cases), k)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from tiny import make_checkpoint
+
 from xspec.config import Config
 from xspec.core.request import FinishReason, SamplingParams
 from xspec.engine.api import TextOutput
@@ -126,7 +126,9 @@ async def test_arrivals_and_departures_do_not_change_a_text(
 
         async def visitor(index: int) -> None:
             await asyncio.sleep(rng.random() * 0.1)
-            stream = engine.generate(prompt_of(100 + index, rng.randrange(1, 40)), SamplingParams(max_tokens=40))
+            stream = engine.generate(
+                prompt_of(100 + index, rng.randrange(1, 40)), SamplingParams(max_tokens=40)
+            )
             for _ in range(rng.randrange(6)):
                 if (await anext(stream)).finish_reason:
                     break
@@ -210,7 +212,9 @@ async def test_multi_turn_answers_are_served_from_the_prefix_cache(model: Path) 
         assert first[-1].cached_tokens == 0
         conversation = [*prompt, *tokens(first), *prompt_of(3, 5)]
         second = await run(engine, conversation, temperature=0.0, max_tokens=4, ignore_eos=True)
-        assert second[-1].cached_tokens == 40  # 41 tokens of the first turn, 40 of them in full computed blocks
+        assert (
+            second[-1].cached_tokens == 40
+        )  # 41 tokens of the first turn, 40 of them in full computed blocks
     async with engine_of(model, enable_prefix_cache=False, block_size=8) as engine:
         fresh = await run(engine, conversation, temperature=0.0, max_tokens=4, ignore_eos=True)
         assert fresh[-1].cached_tokens == 0
@@ -247,7 +251,7 @@ async def test_logits_that_are_not_finite_fail_the_request_alone(model: Path) ->
 
         @torch.inference_mode()
         def poison() -> None:
-            slabs[0][:, :, victim.pages[0]] = math.nan
+            slabs[0][:, victim.pages[0]] = math.nan
 
         await engine._threads.call(poison)
         outputs = await broken
@@ -255,7 +259,9 @@ async def test_logits_that_are_not_finite_fail_the_request_alone(model: Path) ->
         assert "not finite" in (outputs[-1].error or "")
         assert len(tokens(await healthy)) == 30
         # The poisoned page finds a new tenant, whose text must not notice.
-        after = await asyncio.gather(*(run(engine, [7, i], temperature=0.0, max_tokens=3) for i in range(3, 12)))
+        after = await asyncio.gather(
+            *(run(engine, [7, i], temperature=0.0, max_tokens=3) for i in range(3, 12))
+        )
         assert all(outputs[-1].finish_reason is not FinishReason.ERROR for outputs in after)
 
 
@@ -264,8 +270,14 @@ async def test_logits_that_are_not_finite_fail_the_request_alone(model: Path) ->
     [
         ({"max_model_len": 513}, "--max_model_len=513: the checkpoint allows at most 512"),
         ({"max_cache_size": 4096}, "needs at least 2 pages"),
-        ({"max_cache_size": 200_000, "max_model_len": 500}, "raise --max_cache_size or lower --max_model_len"),
-        ({"enable_chunked_prefill": False, "max_tokens_per_batch": 100}, "--max_tokens_per_batch of at least"),
+        (
+            {"max_cache_size": 200_000, "max_model_len": 500},
+            "raise --max_cache_size or lower --max_model_len",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_tokens_per_batch": 100},
+            "--max_tokens_per_batch of at least",
+        ),
         ({"python_graph_backend": "aclgraph"}, "--python_graph_backend=aclgraph"),
     ],
 )

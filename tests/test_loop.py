@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 import tokenizers
-
 from paged_fake import VOCAB, DoneEvent, FakeDevice, oracle
+
 from xspec.core.request import FinishReason, SamplingParams
 from xspec.core.round import RoundPlan
 from xspec.core.shapes import BucketGrid
@@ -50,7 +50,9 @@ class SlowDevice(FakeDevice):
 
 
 @asynccontextmanager
-async def running(slots: int = 2, pages: int = 64, cap: int = 0) -> AsyncIterator[tuple[AsyncEngine, SlowDevice]]:
+async def running(
+    slots: int = 2, pages: int = 64, cap: int = 0
+) -> AsyncIterator[tuple[AsyncEngine, SlowDevice]]:
     device = SlowDevice(block_size=4)
     allocator = PageAllocator(pages, 4)
     limits = Limits(max_tokens_per_batch=64, max_seqs_per_batch=8, max_tokens_per_chunk=16)
@@ -90,7 +92,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def params(max_tokens: int = 8, **kwargs) -> SamplingParams:  # noqa: ANN003
+def params(max_tokens: int = 8, **kwargs) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=0, **kwargs)
 
 
@@ -145,7 +147,9 @@ async def test_a_request_that_arrives_while_nothing_can_be_planned_is_not_kept_w
         second = asyncio.create_task(collect(engine.generate([2], params(1))))
         await asyncio.sleep(0.02)
         assert not first.done()
-        assert len(engine._driver.pipeline._ring) == 2, "the second prompt is queued behind the round in flight"
+        assert len(engine._driver.pipeline._ring) == 2, (
+            "the second prompt is queued behind the round in flight"
+        )
         await asyncio.gather(first, second)
 
 

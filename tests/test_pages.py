@@ -97,7 +97,9 @@ def test_without_prefix_cache_nothing_is_found() -> None:
     allocator.check_integrity()
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=9)), max_size=40))
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=9)), max_size=40)
+)
 def test_books_balance_under_any_sequence_of_operations(steps: list[tuple[int, list[int]]]) -> None:
     allocator = PageAllocator(6, 2)
     held: list[list[int]] = []

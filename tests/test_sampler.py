@@ -151,7 +151,7 @@ def any_batch(draw_: Any) -> Batch:
     return vocab, rows, logits
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(any_batch(), st.sampled_from([(), (3,), (16, 64)]))
 def test_equals_the_oracle(batch: Batch, windows: tuple[int, ...]) -> None:
     vocab, rows, logits = batch
@@ -209,10 +209,10 @@ def test_advance_rebinding_and_prefix_agree() -> None:
     )
 
 
-def test_padding_row_never_gathers_counts() -> None:
+def test_padding_row_is_neutral() -> None:
     state = SamplingState(3, 5, CPU, dtype=torch.float64)
     bind_row(state, 1, PENALISED, [0])
-    state.advance(torch.tensor([0, 0]), torch.tensor([[1], [1]]), torch.tensor([1, 1]))
+    state.advance(torch.tensor([0, 0]), torch.tensor([[1], [-1]]), torch.tensor([1, 0]))
     assert torch.equal(adjusted(state, 0), torch.linspace(-2, 2, 5, dtype=torch.float64))
 
 

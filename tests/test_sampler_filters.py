@@ -74,10 +74,34 @@ def test_top_k_cap_sizes_the_window_without_changing_the_result() -> None:
     assert survivors(capped, 3) == full and len(capped) == 1 and capped[0].logits.shape == (3, 320)
 
 
+@pytest.mark.parametrize("vocab", [2, 50, 4096])
+def test_a_top_k_past_the_vocabulary_leaves_the_rest_in_force(vocab: int) -> None:
+    x = shifted(torch.randn(3, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+    full = survivors(candidates(x, rules_of([(0, 0.9, 0.0)] * 3), windows=()), 3)
+    assert all(len(row) > 1 or vocab == 2 for row in full)
+    for k in (vocab, vocab + 1, 10**6):
+        rules = rules_of([(k, 0.9, 0.0)] * 3)
+        assert survivors(candidates(x, rules, top_k_cap=k, open_tail=False), 3) == full
+
+
+def test_one_huge_top_k_does_not_send_the_batch_to_a_full_sort() -> None:
+    x = shifted(torch.randn(2, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    parts = candidates(x, rules_of([(5, 1.0, 0.0), (10**6, 1.0, 0.0)]), top_k_cap=10**6, open_tail=False)
+    assert [part.logits.shape for part in parts] == [(1, 64), (1, 4096)]
+    assert [len(row) for row in survivors(parts, 2)] == [5, 4096]
+
+
 def test_every_boundary_tie_is_kept() -> None:
     x = torch.tensor([[0.0, -1.0, -1.0, -1.0, -2.0]] * 3, dtype=torch.float64)
     kept = survivors(candidates(x, rules_of([(2, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, math.exp(-1.5))])), 3)
     assert [sorted(row) for row in kept] == [[0, 1, 2, 3]] * 3
+
+
+def test_mass_reached_exactly_ends_the_nucleus() -> None:
+    """Weights 1, 1/2, 1/2 (exact): half of the mass is reached with the first token, so it is alone."""
+    x = torch.tensor([[0.0, math.log(0.5), math.log(0.5)]], dtype=torch.float64)
+    assert x.exp().tolist() == [[1.0, 0.5, 0.5]]
+    assert survivors(candidates(x, rules_of([(0, 0.5, 0.0)])), 1)[0].keys() == {0}
 
 
 def test_top_p_renormalises_after_top_k_and_min_p() -> None:

@@ -30,6 +30,13 @@ def test_ranking_breaks_ties_by_lowest_id(vocab: int, ties: bool, windows: tuple
         assert values[row].tolist() == [x[row, i].item() for i in want]
 
 
+def test_ties_that_overflow_the_window() -> None:
+    x = torch.zeros(2, 500)
+    x[1, 400] = 1.0
+    ids = ranked(x, 20, windows=(64,))[1]
+    assert ids.tolist() == [list(range(20)), [400, *range(19)]]
+
+
 def test_worked_example_with_ragged_k() -> None:
     logits = torch.tensor([[8.0, 4.0, 2.0, 2.0]], dtype=torch.float64).log().expand(3, 4)
     result = measure(logits, torch.tensor([3, 0, 2]), (1, 4, 6), (0, 1, 3))

@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from paged_fake import FakeDevice, InlineLauncher, oracle, sequence
+
 from xspec.core.request import FinishReason, Output
 from xspec.core.sequence import Sequence, Status
 from xspec.core.shapes import BucketGrid
@@ -22,10 +22,14 @@ from xspec.sched.scheduler import Limits, Scheduler
 class Rig:
     """A driver over a fake device, stepped by hand."""
 
-    def __init__(self, *, pages: int = 64, block_size: int = 4, slots: int = 2, prefix_cache: bool = True, **limits) -> None:  # noqa: ANN003
+    def __init__(
+        self, *, pages: int = 64, block_size: int = 4, slots: int = 2, prefix_cache: bool = True, **limits
+    ) -> None:
         values = {"max_tokens_per_batch": 64, "max_seqs_per_batch": 8, "max_tokens_per_chunk": 64, **limits}
         self.allocator = PageAllocator(pages, block_size, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(self.allocator, Limits(**values), BucketGrid.graph(values["max_seqs_per_batch"]))
+        self.scheduler = Scheduler(
+            self.allocator, Limits(**values), BucketGrid.graph(values["max_seqs_per_batch"])
+        )
         self.device = FakeDevice(block_size)
         self.driver = Driver(
             self.scheduler, FixedPolicy(), Pipeline(self.device, InlineLauncher(), slots), clock_s=lambda: 0.0

@@ -68,8 +68,16 @@ def honoured(
 
 
 def command(
-    name: str, category: str, kind: Kind, default: Value, help: str, *,
-    low: float | None = None, high: float | None = None, choices: tuple[str, ...] = (), note: str = "",
+    name: str,
+    category: str,
+    kind: Kind,
+    default: Value,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    note: str = "",
 ) -> Flag:
     """Read by the command itself; no Config holds it."""
     setting = Setting(kind, default, low=low, high=high, choices=choices)
@@ -77,7 +85,13 @@ def command(
 
 
 def inert(
-    name: str, category: str, kind: Kind, default: Value, help: str, because: str, *,
+    name: str,
+    category: str,
+    kind: Kind,
+    default: Value,
+    help: str,
+    because: str,
+    *,
     choices: tuple[str, ...] = (),
 ) -> Flag:
     """Accepted and said to have no effect."""
@@ -86,8 +100,15 @@ def inert(
 
 
 def refused(
-    name: str, category: str, kind: Kind, default: Value, help: str, why: str, *,
-    also: tuple[Value, ...] = (), note: str = "",
+    name: str,
+    category: str,
+    kind: Kind,
+    default: Value,
+    help: str,
+    why: str,
+    *,
+    also: tuple[Value, ...] = (),
+    note: str = "",
 ) -> Flag:
     """Only the default and the values in `also` are accepted; they ask for nothing."""
     rule = Rule(Status.REFUSED, why, (default, *also))

@@ -26,17 +26,38 @@ SAMPLING = "Sampling"
 SAMPLING_FLAGS: tuple[Flag, ...] = (
     command("max_tokens", SAMPLING, Kind.INT32, 512, "longest answer in tokens", low=1),
     command("min_tokens", SAMPLING, Kind.INT32, 0, "shortest answer in tokens", low=0),
-    command("temperature", SAMPLING, Kind.DOUBLE, 1.0,
-            "0 takes the likeliest token; not given: the checkpoint's "
-            "recommendation", low=0.0, high=100.0),
-    command("top_p", SAMPLING, Kind.DOUBLE, 1.0, "share of the probability kept; not given: the checkpoint's",
-            low=1e-9, high=1.0),
-    command("top_k", SAMPLING, Kind.INT32, 0, "likeliest tokens kept, 0 is all; not given: the checkpoint's",
-            low=0),
-    command("min_p", SAMPLING, Kind.DOUBLE, 0.0, "least probability relative to the likeliest", low=0.0,
-            high=1.0),
-    command("presence_penalty", SAMPLING, Kind.DOUBLE, 0.0, "against tokens already used", low=-2.0,
-            high=2.0),
+    command(
+        "temperature",
+        SAMPLING,
+        Kind.DOUBLE,
+        1.0,
+        "0 takes the likeliest token; not given: the checkpoint's recommendation",
+        low=0.0,
+        high=100.0,
+    ),
+    command(
+        "top_p",
+        SAMPLING,
+        Kind.DOUBLE,
+        1.0,
+        "share of the probability kept; not given: the checkpoint's",
+        low=1e-9,
+        high=1.0,
+    ),
+    command(
+        "top_k",
+        SAMPLING,
+        Kind.INT32,
+        0,
+        "likeliest tokens kept, 0 is all; not given: the checkpoint's",
+        low=0,
+    ),
+    command(
+        "min_p", SAMPLING, Kind.DOUBLE, 0.0, "least probability relative to the likeliest", low=0.0, high=1.0
+    ),
+    command(
+        "presence_penalty", SAMPLING, Kind.DOUBLE, 0.0, "against tokens already used", low=-2.0, high=2.0
+    ),
     command("frequency_penalty", SAMPLING, Kind.DOUBLE, 0.0, "the same by count", low=-2.0, high=2.0),
     command("repetition_penalty", SAMPLING, Kind.DOUBLE, 1.0, "the same as a divisor", low=0.01, high=100.0),
     command("stop", SAMPLING, Kind.STRING, "", "text that ends the answer"),
@@ -54,8 +75,9 @@ COMMAND = Command(
         command("prompt_file", GENERATE, Kind.STRING, "", "file that holds it; - reads standard input"),
         command("system", GENERATE, Kind.STRING, "", "system message put before it"),
         command("raw", GENERATE, Kind.BOOL, False, "continue the bare text without the chat template"),
-        command("json", GENERATE, Kind.BOOL, False,
-                "print one JSON object with all answers and their counts"),
+        command(
+            "json", GENERATE, Kind.BOOL, False, "print one JSON object with all answers and their counts"
+        ),
         *SAMPLING_FLAGS,
     ),
 )

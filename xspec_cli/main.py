@@ -1,14 +1,17 @@
 """The `xspec` command: picks the subcommand and hands it the remaining words untouched.
 
-gflags' syntax (`-flag`, `--noflag`) is each subcommand's own; nothing is parsed here.
+gflags' syntax (`-flag`, `--noflag`) is each subcommand's own; nothing beyond its name is parsed here.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+
+import click
 
 import xspec
 from xspec.errors import XspecError
@@ -23,25 +26,57 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
+class _Lazy(click.Group):
+    """Subcommands are imported when they run: `xspec --help` must not wait for their libraries."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(SUBCOMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in SUBCOMMANDS:
+            near = difflib.get_close_matches(args[0], SUBCOMMANDS, n=1, cutoff=0.5)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            ctx.fail(f"unknown command {args[0]}{hint}")
+        return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in SUBCOMMANDS:
+            return None
+        words = click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)
+        return click.Command(
+            cmd_name,
+            params=[words],
+            callback=lambda words: _run(cmd_name, words),
+            help=SUBCOMMANDS[cmd_name],
+            add_help_option=False,
+            context_settings={"ignore_unknown_options": True},
+        )
+
+
+cli = _Lazy(
+    "xspec",
+    help="An LLM engine built around adaptive speculative decoding.",
+    epilog="xspec COMMAND --help lists the flags of a command.",
+    context_settings={"help_option_names": ["--help", "-h"]},
+    subcommand_metavar="COMMAND [--flag=value ...]",
+)
+cli = click.version_option(xspec.__version__, prog_name="xspec", message="%(prog)s %(version)s")(cli)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else ""
-    if name in ("", "help", "--help", "-help", "-h", "--helpfull"):
-        print(usage())
-        return 0
-    if name in ("--version", "-version"):
-        print(f"xspec {xspec.__version__}")
-        return 0
-    if name not in SUBCOMMANDS:
-        print(f"xspec: unknown command {name}{_closest(name)}\n\n{usage()}", file=sys.stderr)
-        return 1
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        return int(importlib.import_module(f"xspec_cli.{name}").main(words[1:]))
-    except XspecError as error:
-        report(name, error)
+        return int(cli.main(words, prog_name="xspec", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
         return 1
-    except KeyboardInterrupt:
+    except XspecError as error:
+        report(words[0], error)
+        return 1
+    except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
         # whoever read us (head, less) is gone; keep the interpreter from complaining at exit
@@ -49,11 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def usage() -> str:
-    lines = ["Usage: xspec COMMAND [--flag=value ...]", "", "Commands:"]
-    lines += [f"  {name:<9} {text}" for name, text in SUBCOMMANDS.items()]
-    lines += ["", "xspec COMMAND --help lists the flags of a command."]
-    return "\n".join(lines)
+def _run(name: str, words: Sequence[str]) -> int:
+    return int(importlib.import_module(f"xspec_cli.{name}").main(words))
 
 
 def report(name: str, error: XspecError) -> None:
@@ -61,11 +93,6 @@ def report(name: str, error: XspecError) -> None:
     for line in str(error).splitlines() or [type(error).__name__]:
         print(f"xspec {name}: {line}", file=sys.stderr)
     print(f"Try: xspec {name} --help", file=sys.stderr)
-
-
-def _closest(name: str) -> str:
-    near = [known for known in SUBCOMMANDS if known.startswith(name[:3])] if len(name) > 2 else []
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 if __name__ == "__main__":

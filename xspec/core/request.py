@@ -55,11 +55,7 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether token counts enter the choice."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def filtered(self) -> bool:

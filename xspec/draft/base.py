@@ -33,5 +33,7 @@ class Drafter(Protocol):
     def draft(self, rows: torch.Tensor, steps: int) -> Draft:
         """Propose `steps` tokens for each device row in `rows` [R]. Never called with steps = 0."""
 
-    def publish(self, hidden: Hidden, tokens: torch.Tensor, inputs: ForwardInputs, committed: torch.Tensor) -> None:
-        """Refresh draft context from the target states of committed rows; called every round, plain or not."""
+    def publish(
+        self, hidden: Hidden, tokens: torch.Tensor, inputs: ForwardInputs, committed: torch.Tensor
+    ) -> None:
+        """Refresh draft context from the target states of committed rows, in every round, plain or not."""

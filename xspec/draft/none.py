@@ -15,5 +15,7 @@ class NoDrafter:
     def draft(self, rows: torch.Tensor, steps: int) -> Draft:
         raise ValueError(f"the null drafter cannot draft {steps} steps")
 
-    def publish(self, hidden: Hidden, tokens: torch.Tensor, inputs: ForwardInputs, committed: torch.Tensor) -> None:
+    def publish(
+        self, hidden: Hidden, tokens: torch.Tensor, inputs: ForwardInputs, committed: torch.Tensor
+    ) -> None:
         """It keeps no context."""

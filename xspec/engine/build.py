@@ -85,8 +85,8 @@ def _check_abilities(config: Config, platform: Platform) -> torch.dtype:
         reasons.append(f"--dtype={name}: {platform.name} computes in {', '.join(allowed)}")
     backend = config.execution.python_graph_backend
     if backend != "auto" and backend not in abilities.graph_backends:
-        allowed = ", ".join(sorted(abilities.graph_backends))
-        reasons.append(f"--python_graph_backend={backend}: {platform.name} has {allowed}")
+        known = ", ".join(sorted(abilities.graph_backends))
+        reasons.append(f"--python_graph_backend={backend}: {platform.name} has {known}")
     if reasons:
         raise UnsupportedError("this configuration cannot run", reasons)
     return dtype
@@ -97,7 +97,9 @@ def _assemble(
     config: Config, platform: Platform, dtype: torch.dtype, path: Path, progress: Progress
 ) -> _Parts:
     kernels = platform.kernels()
-    target = load_target(path, kernels, dtype=dtype, device=platform.device(), progress=partial(progress, "loading"))
+    target = load_target(
+        path, kernels, dtype=dtype, device=platform.device(), progress=partial(progress, "loading")
+    )
     spec = target.spec
     layout = KVLayout(spec.kv_planes, spec.kv_heads, spec.head_dim, config.cache.block_size, dtype)
     pages, max_model_len = _size_cache(config, platform, target, layout)
@@ -157,11 +159,13 @@ def _size_cache(config: Config, platform: Platform, target: Target, layout: KVLa
     capacity = max(0, pages - 1) * layout.block_size
     if capacity < max_model_len and asked:
         raise ConfigError(
-            f"--max_model_len={asked} does not fit a KV cache of {budget} bytes, which holds {capacity} tokens "
-            f"of {layout.token_bytes} bytes: raise --max_cache_size or lower --max_model_len"
+            f"--max_model_len={asked} does not fit a KV cache of {budget} bytes, which holds {capacity} "
+            f"tokens of {layout.token_bytes} bytes: raise --max_cache_size or lower --max_model_len"
         )
     if capacity < max_model_len:
-        logger.warning("max_model_len is %d, not the checkpoint's %d: the KV cache holds no more", capacity, longest)
+        logger.warning(
+            "max_model_len is %d, not the checkpoint's %d: the KV cache holds no more", capacity, longest
+        )
         max_model_len = capacity
     if not config.scheduler.enable_chunked_prefill and config.scheduler.max_tokens_per_batch < max_model_len:
         raise ConfigError(

@@ -184,9 +184,7 @@ class AsyncEngine:
         for choice in range(params.n):
             sequence = self._sequence(request, choice, seed)
             live.sequences.append(sequence)
-            live.texts.append(
-                ChoiceText(self.text.tokenizer, request, choice, eos_ids=self.text.eos_ids)
-            )
+            live.texts.append(ChoiceText(self.text.tokenizer, request, choice, eos_ids=self.text.eos_ids))
         live.last_token_s = [request.arrival_s] * params.n
         self._live[request_id] = live
         self._idle.clear()
@@ -219,7 +217,8 @@ class AsyncEngine:
             )
         if bad := next((i for i in prompt_ids if not self._is_token(i)), None):
             raise RequestError(
-                f"token id {bad} is outside the vocabulary of {self._admission.vocab_size} ids", param="prompt"
+                f"token id {bad} is outside the vocabulary of {self._admission.vocab_size} ids",
+                param="prompt",
             )
 
     def _is_token(self, token_id: int) -> bool:
@@ -290,7 +289,12 @@ class AsyncEngine:
         started = min(sequence.started_s for sequence in live.sequences) or now
         first = live.first_token_s or now
         self.metrics.finished(
-            reason, now - arrival, first - started, now - first, len(live.request.prompt_ids), live.generated_tokens
+            reason,
+            now - arrival,
+            first - started,
+            now - first,
+            len(live.request.prompt_ids),
+            live.generated_tokens,
         )
         self._forget(live)
 
@@ -313,9 +317,7 @@ class AsyncEngine:
         now = time.monotonic()
         for text in live.texts:
             if not text.finished:
-                out = text.push(
-                    Output(live.request.id, text.choice, (), finish_reason=reason, error=error)
-                )
+                out = text.push(Output(live.request.id, text.choice, (), finish_reason=reason, error=error))
                 live.queue.put_nowait(out)
                 self._close_choice(live, reason, now)
 
@@ -334,7 +336,9 @@ class AsyncEngine:
         if counters.prefix_queried_tokens != queried:
             self.metrics.prefix(counters.prefix_queried_tokens - queried, counters.prefix_hit_tokens - hits)
         self._seen_counters = (
-            counters.preemptions, counters.prefix_queried_tokens, counters.prefix_hit_tokens
+            counters.preemptions,
+            counters.prefix_queried_tokens,
+            counters.prefix_hit_tokens,
         )
 
     # -- life ----------------------------------------------------------------------------------

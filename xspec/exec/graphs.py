@@ -23,7 +23,13 @@ class DecodeCall:
     """The body of a decode (or verify) pass of `lanes` rows, `width` positions each."""
 
     def __init__(
-        self, target: Target, rows: DeviceRows, kv: tuple[torch.Tensor, ...], taps: tuple[int, ...], lanes: int, width: int
+        self,
+        target: Target,
+        rows: DeviceRows,
+        kv: tuple[torch.Tensor, ...],
+        taps: tuple[int, ...],
+        lanes: int,
+        width: int,
     ) -> None:
         self._target, self._rows, self._kv, self._taps = target, rows, kv, taps
         self.lanes = lanes

@@ -55,10 +55,14 @@ class DeviceRows:
     ) -> ForwardInputs:
         """Inputs of a prefill pass over ragged chunks: tokens [start, start + count) of each row."""
         device = row_ids.device
-        positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, counts, strict=True)])
+        positions = torch.cat(
+            [torch.arange(s, s + n, device=device) for s, n in zip(starts, counts, strict=True)]
+        )
         pages = max(segment.pages for segment in segments)
         table = self.page_table[row_ids, :pages]
-        owner = torch.repeat_interleave(torch.arange(len(counts), device=device), torch.tensor(counts, device=device))
+        owner = torch.repeat_interleave(
+            torch.arange(len(counts), device=device), torch.tensor(counts, device=device)
+        )
         page = table[owner, positions // self.block_size]
         slots = page * self.block_size + positions % self.block_size
         return ForwardInputs(positions, slots, positions + 1, table, segments)

@@ -96,7 +96,9 @@ class Runner:
         self._score(chunks, ends, hidden, slot)
         self._sample_prompts(chunks, ends, hidden, slot)
 
-    def _sample_prompts(self, chunks: Sequence[PrefillChunk], ends: list[int], hidden: Hidden, slot: Slot) -> None:
+    def _sample_prompts(
+        self, chunks: Sequence[PrefillChunk], ends: list[int], hidden: Hidden, slot: Slot
+    ) -> None:
         done = [(chunk, end - 1) for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
         if not done:
             return

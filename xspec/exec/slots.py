@@ -41,7 +41,9 @@ class _Lane:
             RowTokens(
                 sequence_id=sequence_id,
                 token_ids=tuple(tokens[i][: counts[i]]),
-                logprobs=tuple(logprobs[i * width + j] for j in range(counts[i]) if i * width + j in logprobs),
+                logprobs=tuple(
+                    logprobs[i * width + j] for j in range(counts[i]) if i * width + j in logprobs
+                ),
                 bad=bad[i],
             )
             for i, sequence_id in enumerate(sequence_ids)

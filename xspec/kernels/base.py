@@ -42,8 +42,9 @@ class PagedAttention(Protocol):
         """Grouped-query attention: q [N, H, D] over the pages of each row's sequence -> [N, H * D].
 
         Row n sees the first kv_lens[n] keys of its sequence, so decode, ragged verification and
-        chunked prefill are the same call. Keys past kv_lens[n] weigh exactly 0. A row with
-        kv_lens 0 (padding) yields finite numbers that mean nothing.
+        chunked prefill are the same call. Keys past kv_lens[n] weigh exactly 0,
+        which hides any finite number; pages that hold NaN or infinity must be zeroed before reuse. A
+        row with kv_lens 0 (padding) yields finite numbers that mean nothing.
         """
 
 
@@ -67,6 +68,9 @@ class Kernels(Protocol):
         self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """One plane's zeroed K/V storage in the layout this platform's attention reads."""
+
+    def zero_pages(self, slab: torch.Tensor, pages: torch.Tensor) -> None:
+        """Clear whole pages (int64 ids) of one plane."""
 
     def paged_attention(
         self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor

@@ -77,19 +77,21 @@ class _Tile:
 class _Gather:
     """Pages that are read together into `block`, and the tiles that use them."""
 
-    page_ids: torch.Tensor  # [count * pages], sequence-major
-    block: torch.Tensor  # [2 * G, count * pages, block_size, D], in the scratch memory all gathers share
+    chunks: torch.Tensor  # [2 * G * count * pages] indices of (head, page) chunks of the slab
+    block: torch.Tensor  # [2 * G * count * pages, block_size * D], in the scratch memory all gathers share
     tiles: tuple[_Tile, ...]
 
 
 class CpuAttention:
-    def __init__(self, inputs: ForwardInputs, shape: AttentionShape, block_size: int) -> None:
+    def __init__(self, inputs: ForwardInputs, shape: AttentionShape, pages: int, block_size: int) -> None:
         self._slots = inputs.slots
         # A padded row may claim no keys at all; one key keeps its softmax finite.
         self._kv_lens = inputs.kv_lens.clamp(min=1)
-        self._shape, self._block_size = shape, block_size
+        self._shape = shape
         self._group = shape.heads // shape.kv_heads
-        self._page_elements = 2 * shape.kv_heads * block_size * shape.head_dim
+        self._chunk_elements = block_size * shape.head_dim
+        self._page_elements = 2 * shape.kv_heads * self._chunk_elements
+        self._head_starts = torch.arange(2 * shape.kv_heads).unsqueeze(1) * pages
         widest = max((self._together(segment) * segment.pages for segment in inputs.segments), default=0)
         self._scratch = torch.empty(widest * self._page_elements, dtype=shape.dtype)
         self._gathers = tuple(
@@ -101,8 +103,10 @@ class CpuAttention:
 
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         parts: list[torch.Tensor] = []
+        # On the first axis of a flat view, because only that selection runs on all threads.
+        chunks = slab.view(-1, self._chunk_elements)
         for gather in self._gathers:
-            torch.index_select(slab, 1, gather.page_ids, out=gather.block)
+            torch.index_select(chunks, 0, gather.chunks, out=gather.block)
             parts.extend(self._attend_tile(tile, q) for tile in gather.tiles)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -131,19 +135,16 @@ class CpuAttention:
         return max(1, min(segment.count, TILE_KV_BYTES // (segment.pages * page_bytes)))
 
     def _plan(self, segment: Segment, page_table: torch.Tensor) -> list[_Gather]:
-        shape, together = self._shape, self._together(segment)
+        together = self._together(segment)
         gathers = []
         for first in range(0, segment.count, together):
             count = min(together, segment.count - first)
             sequence = segment.first + first
             page_ids = page_table[sequence : sequence + count, : segment.pages].reshape(-1)
-            pages = page_ids.shape[0]
-            block = self._scratch[: pages * self._page_elements]
-            block = block.view(2 * shape.kv_heads, pages, self._block_size, shape.head_dim)
+            chunks = (self._head_starts + page_ids).view(-1)
+            block = self._scratch[: page_ids.shape[0] * self._page_elements].view(-1, self._chunk_elements)
             first_row = segment.first_row + first * segment.rows
-            gathers.append(
-                _Gather(page_ids, block, tuple(self._tiles(block, first_row, count, segment.rows)))
-            )
+            gathers.append(_Gather(chunks, block, tuple(self._tiles(block, first_row, count, segment.rows))))
         return gathers
 
     def _tiles(self, block: torch.Tensor, first_row: int, count: int, rows: int) -> list[_Tile]:
@@ -204,7 +205,10 @@ class CpuKernels:
     ) -> torch.Tensor:
         return torch.zeros(2 * kv_heads, pages, block_size, head_dim, dtype=dtype)
 
+    def zero_pages(self, slab: torch.Tensor, pages: torch.Tensor) -> None:
+        slab.index_fill_(1, pages, 0.0)
+
     def paged_attention(
         self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor
     ) -> CpuAttention:
-        return CpuAttention(inputs, shape, slab.shape[2])
+        return CpuAttention(inputs, shape, *slab.shape[1:3])

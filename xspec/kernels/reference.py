@@ -80,6 +80,9 @@ class ReferenceKernels:
     ) -> torch.Tensor:
         return torch.zeros(2 * kv_heads, pages, block_size, head_dim, dtype=dtype, device=self._device)
 
+    def zero_pages(self, slab: torch.Tensor, pages: torch.Tensor) -> None:
+        slab.index_fill_(1, pages, 0.0)
+
     def paged_attention(
         self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor
     ) -> ReferenceAttention:

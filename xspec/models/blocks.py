@@ -18,7 +18,7 @@ from xspec.nn.inputs import ForwardInputs
 from xspec.nn.linear import Fill, LinearPart, fused_linear
 from xspec.nn.mlp import SwiGLU
 from xspec.nn.norm import RMSNorm
-from xspec.nn.rope import RopeScaling, RopeTable, inverse_frequencies
+from xspec.nn.rope import Rope, RopeScaling, inverse_frequencies
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -44,7 +44,7 @@ class Decoder:
         layers: tuple[Layer, ...],
         norm: RMSNorm,
         head: PackedLinear,
-        rope: RopeTable,
+        rope: Rope,
     ) -> None:
         self.config = config
         self.spec = TargetSpec(
@@ -69,7 +69,7 @@ class Decoder:
     ) -> Hidden:
         """Tap i is the residual stream after i layers (0: the embedding)."""
         paged = self._kernels.paged_attention(inputs, self._shape, kv[0])
-        cos_sin = self._rope.gather(inputs.positions)
+        cos_sin = self._rope(inputs.positions)
         residual = self._embedding(tokens)
         streams = {0: residual}
         for index, (layer, slab) in enumerate(zip(self._layers, kv, strict=True), start=1):
@@ -110,65 +110,68 @@ def optional_tensors(config: DecoderConfig) -> frozenset[str]:
 
 
 def build_decoder(
-    config: DecoderConfig,
-    fill: Fill,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_position: int,
+    config: DecoderConfig, fill: Fill, kernels: Kernels, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     """Read, fuse and pack layer by layer. Besides the packed model only the matrix at hand is alive."""
-
-    def vector(name: str, size: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        out = torch.empty(size, dtype=kind, device=device)
-        fill(name, out)
-        return out
-
-    def linear(parts: tuple[LinearPart, ...], columns: int) -> PackedLinear:
-        return fused_linear(kernels, fill, parts, columns, dtype, device)
-
+    build = _Builder(config, fill, kernels, dtype, device)
     shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5, dtype)
     table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     fill(EMBEDDING, table)
-    layers = []
-    for index in range(config.num_layers):
-        qkv, output, gate_up, down = _linear_parts(config, index)
-        norms = {name: vector(name, size) for name, size in _norm_names(config, index).items()}
-        head_norm = None
-        first, second, *head_norms = norms.values()
-        if config.head_norm:
-            weight = torch.cat(
-                (head_norms[0].expand(config.heads, -1), head_norms[1].expand(config.kv_heads, -1))
-            )
-            head_norm = RMSNorm(kernels, weight, config.norm_eps)
-        attention = GroupedAttention(
-            kernels,
-            shape,
-            linear(qkv, config.hidden_size),
-            linear(output, config.heads * config.head_dim),
-            head_norm,
-        )
-        mlp = SwiGLU(kernels, linear(gate_up, config.hidden_size), linear(down, config.inner_size))
-        layers.append(
-            Layer(
-                RMSNorm(kernels, first, config.norm_eps),
-                attention,
-                RMSNorm(kernels, second, config.norm_eps),
-                mlp,
-            )
-        )
-    norm = RMSNorm(kernels, vector(FINAL_NORM, config.hidden_size), config.norm_eps)
+    layers = tuple(build.layer(index, shape) for index in range(config.num_layers))
+    norm = build.norm(FINAL_NORM, config.hidden_size)
     if config.tied_head:
         head = kernels.pack_linear(table)
     else:
-        head = linear(
-            (LinearPart(HEAD.removesuffix(".weight"), config.vocab_size, False),), config.hidden_size
-        )
+        part = LinearPart(HEAD.removesuffix(".weight"), config.vocab_size, False)
+        head = build.linear((part,), config.hidden_size)
     factors = None
     if config.rope.scaling is RopeScaling.FACTORS:
-        factors = vector(ROPE_FACTORS, config.head_dim // 2, torch.float32).cpu()
-    rope = RopeTable(inverse_frequencies(config.rope, config.head_dim, factors), max_position, dtype, device)
-    return Decoder(config, kernels, shape, Embedding(table), tuple(layers), norm, head, rope)
+        factors = torch.empty(config.head_dim // 2)
+        fill(ROPE_FACTORS, factors)
+    rope = Rope(inverse_frequencies(config.rope, config.head_dim, factors), dtype, device)
+    return Decoder(config, kernels, shape, Embedding(table), layers, norm, head, rope)
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    config: DecoderConfig
+    fill: Fill
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+
+    def layer(self, index: int, shape: AttentionShape) -> Layer:
+        config = self.config
+        hidden = config.hidden_size
+        qkv, output, gate_up, down = _linear_parts(config, index)
+        input_norm, mlp_norm, *head_norms = _norm_names(config, index)
+        attention = GroupedAttention(
+            self.kernels,
+            shape,
+            self.linear(qkv, hidden),
+            self.linear(output, config.heads * config.head_dim),
+            self.head_norm(*head_norms) if head_norms else None,
+        )
+        mlp = SwiGLU(self.kernels, self.linear(gate_up, hidden), self.linear(down, config.inner_size))
+        return Layer(self.norm(input_norm, hidden), attention, self.norm(mlp_norm, hidden), mlp)
+
+    def linear(self, parts: tuple[LinearPart, ...], columns: int) -> PackedLinear:
+        return fused_linear(self.kernels, self.fill, parts, columns, self.dtype, self.device)
+
+    def norm(self, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self.kernels, self.vector(name, size), self.config.norm_eps)
+
+    def head_norm(self, query: str, key: str) -> RMSNorm:
+        """qk-norm over query and key heads at once: one weight row per head."""
+        config = self.config
+        queries = self.vector(query, config.head_dim).expand(config.heads, -1)
+        keys = self.vector(key, config.head_dim).expand(config.kv_heads, -1)
+        return RMSNorm(self.kernels, torch.cat((queries, keys)), config.norm_eps)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        out = torch.empty(size, dtype=self.dtype, device=self.device)
+        self.fill(name, out)
+        return out
 
 
 def _linear_parts(config: DecoderConfig, layer: int) -> tuple[tuple[LinearPart, ...], ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from xspec.errors import ConfigError
+from xspec.errors import CheckpointError
 from xspec.kernels.base import Kernels
 from xspec.models.blocks import ROPE_FACTORS, Decoder, build_decoder, optional_tensors, tensor_shapes
 from xspec.models.checkpoint import Checkpoint, check_tensors
@@ -34,6 +34,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
     config = read_config(checkpoint.config, checkpoint.name)
+    if config.num_layers > len(checkpoint.shapes):  # before listing what a billion layers would lack
+        raise CheckpointError(
+            f"{checkpoint.name}: its config says {config.num_layers} layers, "
+            f"it holds {len(checkpoint.shapes)} tensors"
+        )
     if ROPE_FACTORS in checkpoint.shapes:  # only GGUF stores scaled frequencies as a tensor
         rope = dataclasses.replace(config.rope, scaling=RopeScaling.FACTORS)
         config = dataclasses.replace(config, rope=rope)
@@ -46,18 +51,13 @@ def load_target(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    max_position: int | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
-    """`max_position` (at most the config's, its default) bounds the rotary table, nothing else."""
     checkpoint = open_checkpoint(path)
     try:
         config = decoder_config(checkpoint)
         expected = tensor_shapes(config)
         check_tensors(checkpoint, expected, optional_tensors(config))
-        positions = config.max_position if max_position is None else max_position
-        if not 1 <= positions <= config.max_position:
-            raise ConfigError(f"--max_model_len={positions}: this model allows 1 to {config.max_position}")
         total, done = sum(math.prod(shape) for shape in expected.values()), 0
 
         def fill(name: str, out: torch.Tensor) -> None:
@@ -67,6 +67,6 @@ def load_target(
             if progress is not None:
                 progress(done, total)
 
-        return build_decoder(config, fill, kernels, dtype, device, positions)
+        return build_decoder(config, fill, kernels, dtype, device)
     finally:
         checkpoint.close()

@@ -1,4 +1,4 @@
-"""Rotary positions: inverse frequencies with their scalings, and a table of cosines and sines.
+"""Rotary positions: inverse frequencies with their scalings, cosines and sines of a forward pass.
 
 Angles are computed in fp32 whatever the model's dtype, as the reference implementations do.
 """
@@ -59,18 +59,20 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 """Of N rows: cosines and sines, [N, 1, D] each, the sines of the first half negated."""
 
 
-class RopeTable:
-    """Cosines and sines of every position, gathered once per forward pass."""
+class Rope:
+    """Cosines and sines of a forward pass's positions, computed once and handed to all layers.
 
-    def __init__(
-        self, frequencies: torch.Tensor, positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-        self._table = table.to(device=device, dtype=dtype)
+    No table: a few small operations a pass cost nothing beside the layers, a table of a long context
+    would take hundreds of megabytes.
+    """
 
-    def gather(self, positions: torch.Tensor) -> CosSin:
-        """For positions [N]; one past the table raises."""
-        rows = self._table.index_select(0, positions)
-        return rows[:, :1], rows[:, 1:]
+    def __init__(self, frequencies: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        # Both halves of a head turn by the same angle; the first takes the sine negated.
+        self._frequencies = torch.cat((frequencies, frequencies)).to(device)
+        signs = torch.ones_like(frequencies)
+        self._signs = torch.cat((-signs, signs)).to(device)
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> CosSin:
+        angles = positions.float().view(-1, 1, 1) * self._frequencies
+        return angles.cos().to(self._dtype), angles.sin().mul_(self._signs).to(self._dtype)

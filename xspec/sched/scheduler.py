@@ -43,7 +43,9 @@ class Scheduler:
 
     def __init__(self, pages: PageAllocator, limits: Limits, grid: BucketGrid) -> None:
         if grid.max_rows < limits.max_seqs_per_batch:
-            raise ValueError(f"a grid of {grid.max_rows} rows cannot hold {limits.max_seqs_per_batch} sequences")
+            raise ValueError(
+                f"a grid of {grid.max_rows} rows cannot hold {limits.max_seqs_per_batch} sequences"
+            )
         self.pages = pages
         self.limits = limits
         self.grid = grid
@@ -190,9 +192,7 @@ class Scheduler:
 
     def _draining_pages(self) -> int:
         """Pages that rounds in flight will set free (an underestimate where pages are shared)."""
-        return sum(
-            len(s.pages) for s in self.live.values() if s.status is Status.DRAINING and s.in_flight
-        )
+        return sum(len(s.pages) for s in self.live.values() if s.status is Status.DRAINING and s.in_flight)
 
     def _preempt(self, victim: Sequence) -> None:
         self._preempted = True
@@ -247,16 +247,16 @@ class Scheduler:
         sequence.unseen += 1 if samples else 0
         return count
 
-    def _admit(
-        self, sequence: Sequence, budget: int, binds: list[RowBind], grants: list[PageGrant]
-    ) -> bool:
+    def _admit(self, sequence: Sequence, budget: int, binds: list[RowBind], grants: list[PageGrant]) -> bool:
         """Give a waiting sequence a row and the pages of all it must prefill, or change nothing."""
         tokens = sequence.tokens
         scores = sequence.request.params.prompt_logprobs is not None
         pages, hashes = ([], []) if scores else self.pages.match(tokens)
         hit = len(pages) * self.pages.block_size
         missing = self.pages.pages_for(len(tokens)) - len(pages)
-        whole = self.limits.chunked_prefill or min(budget, self.limits.max_tokens_per_chunk) >= len(tokens) - hit
+        whole = (
+            self.limits.chunked_prefill or min(budget, self.limits.max_tokens_per_chunk) >= len(tokens) - hit
+        )
         fresh = self.pages.allocate(missing) if whole and self._room_for(missing) else None
         if fresh is None:
             self.pages.release(pages)

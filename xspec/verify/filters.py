@@ -117,9 +117,9 @@ def candidates(
     """
     vocab = x.shape[1]
     total = mass(x, scratch) if open_tail else x.new_zeros(x.shape[0], 1)
-    if top_k_cap:
-        first = (top_k_cap // 32 + 1) * 32
-        windows = (first, *(w for w in windows if w > first)) if windows else ()
+    first = (top_k_cap // 32 + 1) * 32
+    if top_k_cap and first <= max(windows, default=0):
+        windows = (first, *(w for w in windows if w > first))
     found: list[Candidates] = []
     index: torch.Tensor | None = None  # rows still undecided; None: all
     for size in windows:

@@ -83,11 +83,14 @@ class SamplingState:
             self._seed_counts(row, bind)
 
     def advance(self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Count the committed tokens: rows [R], tokens [R, W], of which the first counts [R] are meant."""
+        """Count the committed tokens: rows [R], tokens [R, W], of which the first counts [R] are meant.
+
+        Padding lanes carry count 0. Rows that are not penalised are counted too; nothing reads them.
+        """
         if self._counts is None:
             return
         lane = torch.arange(tokens.shape[1], device=tokens.device)
-        meant = (lane < counts.unsqueeze(1)) & (rows != PADDING_ROW).unsqueeze(1)
+        meant = lane < counts.unsqueeze(1)
         where = rows.unsqueeze(1) * self.vocab_size + tokens.masked_fill(~meant, 0)
         self._counts.view(-1).scatter_add_(0, where.flatten(), meant.flatten().to(torch.int32))
 
