@@ -6,6 +6,7 @@ The call maps a buffer of row ids to logits: everything else it reads is persist
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,16 @@ from xspec.models.base import Hidden, Target
 from xspec.nn.inputs import ForwardInputs, Segment
 from xspec.platform.base import Captured, Platform
 from xspec.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePass:
+    """Results of a pass over `lanes` rows. They live until the next replay of the same call."""
+
+    row_ids: torch.Tensor  # [lanes], padding last
+    inputs: ForwardInputs
+    hidden: Hidden
+    logits: torch.Tensor  # [lanes * width, vocab]
 
 
 class DecodeCall:
@@ -32,30 +43,27 @@ class DecodeCall:
         width: int,
     ) -> None:
         self._target, self._rows, self._kv, self._taps = target, rows, kv, taps
-        self.lanes = lanes
-        self.width = width
-        self.row_ids = torch.full((lanes,), PADDING_ROW, dtype=torch.int64, device=rows.length.device)
-        self.drafts: torch.Tensor | None = None  # [lanes, width - 1]
-        self.segments: tuple[Segment, ...] = ()
-        self.inputs: ForwardInputs
-        self.hidden: Hidden
-        self.logits: torch.Tensor  # [lanes * width, vocab]
+        self._lanes = lanes
+        self._width = width
+        self._row_ids = torch.full((lanes,), PADDING_ROW, dtype=torch.int64, device=rows.length.device)
+        self._drafts = torch.zeros((lanes, width - 1), dtype=torch.int64, device=rows.length.device)
+        self._segments: tuple[Segment, ...] = ()
 
-    def aim(self, row_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Point the call at live rows; the remaining lanes are padding."""
-        padded = [*row_ids, *([PADDING_ROW] * (self.lanes - len(row_ids)))]
-        self.row_ids.copy_(torch.tensor(padded, dtype=torch.int64), non_blocking=True)
-        self.segments = decode_segments(pages, self.lanes, self.width, self._rows.block_size)
+    def aim(self, row_ids: Sequence[int], pages: Sequence[int], drafts: torch.Tensor | None = None) -> None:
+        """Point the call at live rows and their drafts [rows, width - 1]; other lanes are padding."""
+        if drafts is not None:
+            self._drafts[: len(row_ids)].copy_(drafts)
+        padded = [*row_ids, *([PADDING_ROW] * (self._lanes - len(row_ids)))]
+        self._row_ids.copy_(torch.tensor(padded, dtype=torch.int64), non_blocking=True)
+        self._segments = decode_segments(pages, self._lanes, self._width, self._rows.block_size)
 
-    def run(self) -> None:
+    def run(self) -> DecodePass:
         rows = self._rows
-        pages = max(segment.pages for segment in self.segments)
-        self.inputs = rows.decode_inputs(self.row_ids, self.width, pages, self.segments)
-        tokens = rows.last_token[self.row_ids]
-        if self.drafts is not None:
-            tokens = torch.cat((tokens[:, None], self.drafts), dim=1).view(-1)
-        self.hidden = self._target.forward(tokens, self.inputs, self._kv, self._taps)
-        self.logits = self._target.logits(self.hidden.last)
+        pages = max(segment.pages for segment in self._segments)
+        inputs = rows.decode_inputs(self._row_ids, self._width, pages, self._segments)
+        tokens = torch.cat((rows.last_token[self._row_ids, None], self._drafts), dim=1).view(-1)
+        hidden = self._target.forward(tokens, inputs, self._kv, self._taps)
+        return DecodePass(self._row_ids, inputs, hidden, self._target.logits(hidden.last))
 
 
 class DecodeGraphs:
@@ -79,7 +87,7 @@ class DecodeGraphs:
         self.slots = slots
         self.enabled = enabled
         self._widths = tuple(widths)
-        self._calls: dict[tuple[int, int, int], tuple[DecodeCall, Captured]] = {}
+        self._calls: dict[tuple[int, int, int], tuple[DecodeCall, Captured[DecodePass]]] = {}
 
     def capture_all(self, progress: Progress) -> None:
         """Largest first, so that no later capture has to grow shared scratch memory."""
@@ -89,31 +97,37 @@ class DecodeGraphs:
             (slot, bucket.rows, width)
             for width in sorted(self._widths, reverse=True)
             for bucket in reversed(self.grid.buckets)
-            for slot in range(self.slots)
+            for slot in (range(self.slots) if self._platform.abilities.graphs_per_slot else (0,))
         ]
         for done, key in enumerate(wanted):
             progress("warming", done, len(wanted))
-            call = self._call(key[1], key[2])
-            call.aim((), ())
-            self._calls[key] = (call, self._platform.capture(call.run))
+            self._capture(key)
         progress("warming", len(wanted), len(wanted))
 
-    def run(self, slot: int, row_ids: Sequence[int], pages: Sequence[int], width: int) -> DecodeCall:
-        """Execute a pass over `row_ids`, padded up to its bucket. The result lives until the next replay."""
+    def run(
+        self, slot: int, row_ids: Sequence[int], pages: Sequence[int], drafts: torch.Tensor
+    ) -> DecodePass:
+        """Execute a pass over `row_ids` and their drafts [rows, K], padded up to its bucket."""
+        width = drafts.shape[1] + 1
         if not self.enabled:
-            call = self._call(len(row_ids), width)
-            call.aim(row_ids, pages)
-            call.run()
-            return call
-        key = (slot, self.grid.fit(len(row_ids)).rows, width)
+            exact = self._call(len(row_ids), width)
+            exact.aim(row_ids, pages, drafts)
+            return exact.run()
+        key = (
+            slot if self._platform.abilities.graphs_per_slot else 0,
+            self.grid.fit(len(row_ids)).rows,
+            width,
+        )
         if key not in self._calls:  # disable_graph_warmup: prepared at first use
-            call = self._call(key[1], width)
-            call.aim((), ())
-            self._calls[key] = (call, self._platform.capture(call.run))
+            self._capture(key)
         call, captured = self._calls[key]
-        call.aim(row_ids, pages)
-        captured.replay()
-        return call
+        call.aim(row_ids, pages, drafts)
+        return captured.replay()
+
+    def _capture(self, key: tuple[int, int, int]) -> None:
+        call = self._call(lanes=key[1], width=key[2])
+        call.aim((), ())
+        self._calls[key] = (call, self._platform.capture(call.run))
 
     def _call(self, lanes: int, width: int) -> DecodeCall:
         return DecodeCall(self._target, self._rows, self._kv, self._taps, lanes, width)

@@ -134,7 +134,7 @@ class Runner:
         drafts = torch.empty((count, 0), dtype=torch.int64, device=self._device)
         if draft_steps:
             drafts = self._drafter.draft(self._tensor(ids), draft_steps).tokens
-        call = self._graphs.run(slot.index, ids, pages, width)
+        call = self._graphs.run(slot.index, ids, pages, drafts)
         row_ids = call.row_ids[:count]
         positions = self._rows.length[row_ids][:, None] + torch.arange(width, device=self._device)
         drawn = draw(

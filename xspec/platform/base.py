@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ class Abilities:
     graph_backends: frozenset[str]
     default_graph_backend: str
     ring_slots: int  # rounds in flight with --enable_task_pipeline; measured per platform
+    graphs_per_slot: bool  # a captured call may still be running when the next slot wants to aim it
     modest_cache_bytes: int | None = None  # KV cache taken unasked where its memory is everybody's
 
 
@@ -35,10 +36,15 @@ class Event(Protocol):
         """Block the calling (host) thread until the device has passed the event."""
 
 
-class Captured(Protocol):
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Captured(Protocol[T_co]):
     """A prepared call on fixed buffers. Replaying reads and writes only the buffers it was made with."""
 
-    def replay(self) -> None: ...
+    def replay(self) -> T_co:
+        """What the call returned; on a device with graphs the same tensors every time, rewritten."""
 
 
 class Platform(Protocol):
@@ -53,7 +59,7 @@ class Platform(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that device copies may target asynchronously."""
 
-    def capture(self, fn: Callable[[], None]) -> Captured:
+    def capture(self, fn: Callable[[], T]) -> Captured[T]:
         """Prepare `fn`, which must only touch buffers that outlive it, for replay."""
 
     def bucket_grid(self, max_rows: int) -> BucketGrid:

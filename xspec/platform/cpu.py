@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from xspec.kernels.base import Kernels
 
 
+T = TypeVar("T")
+
+
 class PastEvent:
     def done(self) -> bool:
         return True
@@ -27,14 +30,14 @@ class PastEvent:
         return None
 
 
-class PreparedCall:
+class PreparedCall(Generic[T]):
     """A bucket's call on padded shapes. Replaying it is calling it."""
 
-    def __init__(self, fn: Callable[[], None]) -> None:
+    def __init__(self, fn: Callable[[], T]) -> None:
         self._fn = fn
 
-    def replay(self) -> None:
-        self._fn()
+    def replay(self) -> T:
+        return self._fn()
 
 
 class CpuPlatform:
@@ -51,6 +54,7 @@ class CpuPlatform:
             graph_backends=frozenset({"off", "cpu"}),
             default_graph_backend="cpu",
             ring_slots=2,
+            graphs_per_slot=False,
             modest_cache_bytes=2**30,
         )
 
@@ -63,8 +67,8 @@ class CpuPlatform:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def capture(self, fn: Callable[[], None]) -> Captured:
-        fn()  # oneDNN builds and keeps its primitives at the first call of a shape
+    def capture(self, fn: Callable[[], T]) -> Captured[T]:
+        fn()  # the first call of a shape makes oneDNN's primitives and touches the memory it needs
         return PreparedCall(fn)
 
     def bucket_grid(self, max_rows: int) -> BucketGrid:
