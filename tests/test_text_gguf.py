@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
 from xspec.errors import CheckpointError
-from xspec.text.gguf_metadata import read_gguf_metadata
+from xspec.text.gguf_file import read_gguf_metadata
 from xspec.text.gguf_tokenizer import read_gguf_text
 from xspec.text.tokenizer import TextAssets, load_text
 

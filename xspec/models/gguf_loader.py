@@ -19,7 +19,7 @@ from gguf.quants import dequantize
 
 from xspec.errors import CheckpointError, UnsupportedError
 from xspec.models.blocks import ROPE_FACTORS
-from xspec.models.gguf_file import GgufTensor, Value, read_header
+from xspec.text.gguf_file import GgufTensor, read_header
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 INTERLEAVED = ("llama",)
@@ -104,7 +104,7 @@ class GgufCheckpoint:
 
 
 def gguf_config(
-    metadata: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]], where: str
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> dict[str, Any]:
     """The config.json that the metadata amounts to. Switches without a counterpart are refused by name."""
     arch = metadata.get("general.architecture")
@@ -112,7 +112,7 @@ def gguf_config(
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{where}: architecture {arch!r} is not supported; known: {known}")
 
-    def field(key: str) -> Value:
+    def field(key: str) -> Any:
         return metadata.get(f"{arch}.{key}")
 
     _refuse(metadata, str(arch), where)
@@ -141,7 +141,7 @@ def gguf_config(
     return config
 
 
-def _refuse(metadata: Mapping[str, Value], arch: str, where: str) -> None:
+def _refuse(metadata: Mapping[str, Any], arch: str, where: str) -> None:
     reasons = []
     scaling = metadata.get(f"{arch}.rope.scaling.type")
     if scaling not in (None, "none", "linear"):

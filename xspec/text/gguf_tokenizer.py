@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from xspec.errors import CheckpointError
-from xspec.text.gguf_metadata import read_gguf_metadata
+from xspec.text.gguf_file import read_gguf_metadata
 from xspec.text.source import TextSource, add_ends
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
