@@ -324,6 +324,20 @@ async def test_targets_alternate_on_the_same_prompts() -> None:
     assert order == [f"{name}:{question}" for name, question in expected]
 
 
+async def test_a_turn_of_another_target_begins_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        if seconds > 1.0:  # the fake targets sleep too, for a moment
+            pauses.append(seconds)
+
+    monkeypatch.setattr("xspec_cli.benchlib.plan.asyncio.sleep", sleep)
+    await run_plan([FakeTarget("A"), FakeTarget("B")], TEXTS, options(rounds=2, settle_s=1.5), silent)
+    assert pauses == [1.5] * 3, "B after A, A after B, B after A; none before the first turn"
+    await run_plan([FakeTarget("A")], TEXTS, options(rounds=2, settle_s=1.5), silent)
+    assert len(pauses) == 3
+
+
 async def test_warm_up_fills_every_place_and_is_not_measured() -> None:
     target = FakeTarget()
     levels = (Level(concurrency=1), Level(concurrency=4), Level(rate_rps=1000.0))

@@ -226,7 +226,8 @@ def test_every_row_is_whole() -> None:
 
 
 XLLM_DEFAULTS = {
-    "host": "", "enable_json_object_output": True, "block_size": 128, "enable_schedule_overlap": False,
+    "host": "", "enable_json_object_output": True, "block_size": 128, "max_tokens_per_batch": 10240,
+    "enable_schedule_overlap": False,
     "enable_task_pipeline": False, "enable_graph": False, "python_graph_backend": "off",
 }  # fmt: skip
 

@@ -98,6 +98,7 @@ def job_of(launch: Launch) -> Job:
             rounds=launch.value("rounds"),
             warmup=None if warmup < 0 else warmup,
             seed=launch.value("seed"),
+            settle_s=float(launch.value("settle_s")),
         ),
         request_timeout_s=float(launch.value("request_timeout_s")),
         output=launch.value("output"),

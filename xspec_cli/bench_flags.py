@@ -64,6 +64,14 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         high=10_000,
     ),
     command(
+        "settle_s",
+        BENCH,
+        Kind.DOUBLE,
+        2.0,
+        "pause before the other server's turn: the last one's idle threads may spin on for a while",
+        low=0.0,
+    ),
+    command(
         "request_timeout_s", BENCH, Kind.DOUBLE, 600.0, "longest wait for one answer of a server", low=0.001
     ),
     command(

@@ -147,13 +147,14 @@ BEAM_FLAGS: tuple[Flag, ...] = (
 )
 
 SCHEDULER_FLAGS: tuple[Flag, ...] = (
-    honoured("max_tokens_per_batch", SCHEDULER, "tokens a round may compute, prompts and answers together"),
+    honoured("max_tokens_per_batch", SCHEDULER, "tokens a round may compute, prompts and answers together",
+             note="xLLM: 10240. That is seconds of a small CPU, in which no running answer would get a token"),
     honoured("max_seqs_per_batch", SCHEDULER, "sequences that run at a time"),
     honoured("enable_schedule_overlap", SCHEDULER, "plan the next round while one is computed",
              note="xLLM: false. Overlap is how the engine works; off is for comparison"),
     honoured("enable_task_pipeline", SCHEDULER,
              "two slots for rounds in flight where that pays on the device",
-             note="xLLM: false. The slots are how the engine works; off is for comparison"),
+             note="xLLM: false. The slots are how the engine works; off leaves one, as without overlap"),
     honoured("enable_chunked_prefill", SCHEDULER, "cut long prompts into chunks"),
     honoured("max_tokens_per_chunk_for_prefill", SCHEDULER,
              "most prompt tokens of one chunk; -1 is the whole budget"),

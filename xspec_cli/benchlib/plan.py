@@ -6,6 +6,7 @@ the same round. Every round takes the next prompts of the set, so that a prefix 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ class PlanOptions:
     rounds: int
     warmup: int | None  # unmeasured requests before a target's first run at a level; None: see warmup_of
     seed: int
+    settle_s: float = 0.0  # pause before another target's turn: idle threads of the last one may still spin
 
     @property
     def prompts_needed(self) -> int:
@@ -64,6 +66,8 @@ async def run_plan(
             chosen = take(prompts, cursor, options.num_prompts)
             cursor += options.num_prompts
             for target in targets:
+                if runs and runs[-1].target != target.name:
+                    await asyncio.sleep(options.settle_s)
                 if round_index == 0 and warm:
                     await _reported(
                         target, warm, level, options.seed, f"{target.name}, {level}: warm-up", report
