@@ -168,6 +168,7 @@ def test_threads_fill_an_empty_environment() -> None:
     assert environ == threads.environment == {
         "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(LIBGOMP_SPIN_COUNT),
+        "LRU_CACHE_CAPACITY": "256", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     }  # fmt: skip
 
 
@@ -205,6 +206,8 @@ def test_what_came_too_late_is_said(caplog: pytest.LogCaptureFixture) -> None:
         "MKL_NUM_THREADS": "2",
         "OPENBLAS_NUM_THREADS": "1",
         "GOMP_SPINCOUNT": "1",
+        "LRU_CACHE_CAPACITY": "64",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     }
     with caplog.at_level(logging.WARNING):
         threads = settle_threads(0, environ, torch_loaded=True)

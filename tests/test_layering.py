@@ -40,8 +40,9 @@ DEVICE_WORDS = frozenset(
     + ("hccl", "nccl", "rocm", "hip", "xpu", "mps", "mkldnn", "onednn", "amx")
 )
 NAMES_DEVICES = ("xspec.platform", "xspec.kernels")
-# Flag names and choices are a user's words; the table and the config that holds them must spell them.
-SPELLS_FLAGS = re.compile(r"xspec\.config|xspec_cli\.flags(_\w+)?")
+# Flag names and choices are a user's words; the table and the config that holds them must spell them. So must
+# `threads` the environment variables of the math libraries, which are set before any platform is imported.
+SPELLS_FLAGS = re.compile(r"xspec\.config|xspec\.threads|xspec_cli\.flags(_\w+)?")
 
 HEAVY = (
     "torch",
