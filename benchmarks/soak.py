@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-WORDS = "the moon river code table green why does a stone sing under water seven times maybe not".split()
+WORDS = ("the", "moon", "river", "code", "table", "green", "why", "does", "stone", "sing", "water", "seven")
 
 
 def body_of(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -105,7 +105,9 @@ async def soak(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8010")
     parser.add_argument("--pid", type=int, required=True, help="process whose memory is watched")
     parser.add_argument("--minutes", type=float, default=30.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xspec.core.request import Request, SamplingParams
 from xspec.core.round import PADDING_ROW, SCRATCH_PAGE, RoundPlan, RoundResult, RowTokens
@@ -34,9 +34,15 @@ def oracle(prompt: list[int], seed: int, max_tokens: int, stop_ids: set[int]) ->
 
 
 def sequence(
-    id: int, prompt: list[int], *, max_tokens: int = 8, stop_ids: set[int] | None = None, seed: int = 0
+    id: int,
+    prompt: list[int],
+    *,
+    max_tokens: int = 8,
+    stop_ids: set[int] | None = None,
+    seed: int = 0,
+    n: int = 1,
 ) -> Sequence:
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, n=n)
     return Sequence(
         id=id,
         request=Request(f"r{id}", tuple(prompt), params),
@@ -75,6 +81,7 @@ class FakeDevice:
     last: dict[int, int] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
     fail_rounds: set[int] = field(default_factory=set)
+    bad_rounds: set[int] = field(default_factory=set)  # whose logits are not finite
     rounds: list[RoundPlan] = field(default_factory=list)
 
     def make_slots(self, count: int) -> list[FakeSlot]:
@@ -96,6 +103,9 @@ class FakeDevice:
             raise RuntimeError(f"round {plan.round_id} is lost")
         chunks = tuple(self._chunk(chunk) for chunk in plan.batch.chunks)
         rows = tuple(self._row(row) for row in plan.batch.rows)
+        if plan.round_id in self.bad_rounds:
+            chunks = tuple(replace(tokens, bad=True) for tokens in chunks)
+            rows = tuple(replace(tokens, bad=True) for tokens in rows)
         slot.result = RoundResult(plan, chunks, rows)
         return DoneEvent()
 

@@ -286,7 +286,7 @@ def test_logprobs_are_gathered(llm: LLM) -> None:
         (lambda llm: llm.generate([["a"]]), "a prompt is text or a list of token ids"),
         (lambda llm: llm.generate([[True]]), "a prompt is text or a list of token ids"),
         (lambda llm: llm.chat([]), "a conversation needs at least one message"),
-        (lambda llm: llm.stream("x", SamplingParams(n=0)), "n is 0; allowed: integers from 1"),
+        (lambda llm: llm.stream("x", SamplingParams(n=0)), "n is 0; allowed: integers from 1 to 1024"),
     ],
 )
 def test_wrong_calls_are_refused(

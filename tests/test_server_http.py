@@ -446,6 +446,9 @@ async def test_health_tells_the_phase_while_there_is_no_engine() -> None:
         )  # fmt: skip
         handle.progress("warm-up", 0, 0)
         assert (await health())[1]["phase"] == Phase.WARMING
+        handle.engine, handle.draining = server.engine, True
+        assert (await health())[1] == {"status": "unavailable", "phase": "draining"}
+        handle.engine, handle.draining = None, False
         async with server.http.post(server.url + "/v1/completions", json={"prompt": "x"}) as response:
             assert response.status == 503 and response.headers["Retry-After"] == "5"
             assert "warming" in error(await response.json())["message"]
@@ -453,6 +456,16 @@ async def test_health_tells_the_phase_while_there_is_no_engine() -> None:
             assert response.status == 503
         async with server.http.get(server.url + "/v1/models") as response:
             assert response.status == 503
+
+
+async def test_a_refusal_before_any_middleware_is_still_an_answer() -> None:
+    async with (
+        served() as server,
+        server.http.post(
+            server.url + "/v1/completions", json={"prompt": "x"}, headers={"Expect": "miracles"}
+        ) as response,
+    ):
+        assert response.status == 417
 
 
 async def test_long_texts_are_tokenised_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -79,12 +81,15 @@ async def test_it_listens_while_loading_serves_and_leaves_with_zero() -> None:
         async with http.post(process.url + "/v1/completions", json={"prompt": "x"}) as response:
             assert response.status == 503
             assert "loading weights (1/2)" in (await response.json())["error"]["message"]
+        assert gc.get_freeze_count() == 0
         process.loaded.set()
         await process.reaches(200, "ready")
+        assert gc.get_freeze_count() > 10_000, "full collections must not walk what loading made"
         async with http.post(process.url + "/v1/completions", json={"prompt": "x"}) as response:
             assert response.status == 200
         terminate()
         assert await asyncio.wait_for(process.task, 5) == 0
+        assert gc.get_freeze_count() == 0
         assert process.engine.was_closed
         with pytest.raises(aiohttp.ClientConnectionError):
             await process.health()
@@ -132,6 +137,34 @@ async def test_a_signal_while_loading_ends_it_with_zero() -> None:
         await process.reaches(503, "loading")
         terminate()
         assert await asyncio.wait_for(process.task, 5) == 0
+
+
+async def test_a_signal_interrupts_the_thread_that_loads() -> None:
+    steps: list[int] = []
+    let_go = threading.Event()
+
+    def load(progress: Progress) -> None:
+        for step in range(100):
+            progress("warming", step, 100)
+            steps.append(step)
+            let_go.wait(5)
+
+    async def build(config: Config, progress: Progress) -> Any:
+        working = asyncio.get_running_loop().run_in_executor(None, load, progress)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            let_go.set()
+            await working  # as an engine's threads are waited for
+            raise
+
+    task = asyncio.create_task(serve(Config.from_mapping({"port": free_port()}), build=build))
+    async with asyncio.timeout(5):
+        while not steps:
+            await asyncio.sleep(0.005)
+        terminate()
+        assert await task == 0
+    assert steps == [0]
 
 
 async def test_a_build_that_fails_and_a_port_that_is_taken_say_so() -> None:

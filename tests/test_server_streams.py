@@ -13,7 +13,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 from server_fake import FakeEngine, Script, Served, served
 
 from xspec.core.request import SamplingParams
-from xspec.server.generation import BUFFERED_OUTPUTS, generation
+from xspec.server.generation import ADMITTED_AT_A_TIME, BUFFERED_OUTPUTS, generation
 from xspec.server.sse import ChunkFrames
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -236,3 +236,37 @@ async def test_a_cancellation_during_clean_up_leaves_no_request_behind() -> None
     with pytest.raises(asyncio.CancelledError):
         await task
     assert all(call.closed.is_set() for call in engine.calls) and not engine.live
+
+
+async def test_admitting_many_choices_gives_others_a_turn() -> None:
+    engine = FakeEngine()
+    turns: list[int] = []  # requests admitted when somebody else ran
+
+    async def bystander() -> None:
+        while True:
+            turns.append(len(engine.calls))
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(bystander())
+    await asyncio.sleep(0)
+    n = ADMITTED_AT_A_TIME // 4
+    async with generation(engine, [(1,)] * 12, SamplingParams(n=n), "r"):
+        assert len(engine.calls) == 12
+        assert turns == [0, 4, 8]
+        task.cancel()
+    assert not engine.live
+
+
+async def test_a_cancellation_between_admissions_leaves_no_request_behind() -> None:
+    engine = FakeEngine()
+
+    async def handler() -> None:
+        async with generation(engine, [(1,)] * 3, SamplingParams(n=ADMITTED_AT_A_TIME), "r"):
+            raise AssertionError("cancelled before all were admitted")
+
+    task = asyncio.create_task(handler())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(engine.calls) == 1 and not engine.live

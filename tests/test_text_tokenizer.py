@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from xspec.errors import CheckpointError, RequestError
-from xspec.text.tokenizer import Tokenizer, load_text
+from xspec.text.tokenizer import LONG_TEXT, Tokenizer, load_text
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 
@@ -64,6 +65,40 @@ def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
     for bad in (-1, 2**32):
         with pytest.raises(RequestError, match=f"{bad} is not a token id; allowed: 0 to 258"):
             tokenizer.decode([bad])
+
+
+@pytest.mark.parametrize("size", [LONG_TEXT - 2, LONG_TEXT - 1, LONG_TEXT, LONG_TEXT + 1])
+def test_long_texts_are_read_like_short_ones(tmp_path: Path, size: int) -> None:
+    tokenizer = load_text(write_dir(tmp_path)).tokenizer
+    text = "<|bos|>" + "é" * (size - 7)
+    ids = [0] + tokenizer.encode("é") * (size - 7)
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.decode(ids) == "é" * (size - 7)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    with pytest.raises(RequestError, match="lone surrogate"):
+        tokenizer.encode("\ud800" * size)
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_a_long_text_leaves_other_threads_alone(tmp_path: Path, work: str) -> None:
+    tokenizer = load_text(write_dir(tmp_path)).tokenizer
+    text = "hello world " * 50_000
+    argument = text if work == "encode" else tokenizer.encode(text)
+    spans: list[float] = []
+
+    def timed() -> None:
+        start = time.perf_counter()
+        getattr(tokenizer, work)(argument)
+        spans.append(time.perf_counter() - start)
+
+    worker = threading.Thread(target=timed)
+    worst, last = 0.0, time.perf_counter()
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        worst, last = max(worst, now - last), now
+    assert worst < spans[0] / 2
 
 
 def test_a_lone_surrogate_is_the_request_s_fault(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class CacheConfig:
 class SchedulerConfig:
     """What goes into one round, and how rounds overlap."""
 
-    max_tokens_per_batch: int = _setting(Kind.INT32, 1024, low=1)
+    max_tokens_per_batch: int = _setting(Kind.INT32, 512, low=1)
     max_seqs_per_batch: int = _setting(Kind.INT32, 200, low=1, high=65536)
     enable_chunked_prefill: bool = _setting(Kind.BOOL, True)
     enable_mix_batch: bool = _setting(Kind.BOOL, True)

@@ -6,6 +6,7 @@ Knows nothing of how the engine works; it encodes prompts, submits them all and 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import itertools
@@ -153,9 +154,7 @@ class LLM:
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         params = self.params() if params is None else params
-        for name, good, allowed in _limits(params):
-            if not good:
-                raise RequestError(f"{name} is {getattr(params, name)!r}; allowed: {allowed}", param=name)
+        params.check()
         return params
 
     # -- answers -------------------------------------------------------------------------------
@@ -268,6 +267,8 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="xspec-llm", daemon=True)
         self._thread.start()
+        # for scripts that never close: a loop that just vanishes complains about its tasks on stderr
+        atexit.register(self.stop)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -298,6 +299,7 @@ class _LoopThread:
 
     def stop(self) -> None:
         """Cancel what still runs and end the thread."""
+        atexit.unregister(self.stop)
         if self._loop.is_closed():
             return
         with contextlib.suppress(TimeoutError, EngineDeadError):
@@ -343,18 +345,3 @@ def _config_of(model: str | None, config: Config | None, flags: dict[str, Any]) 
         flags = {"model": model, **flags}
     # a script hands over all its prompts at once; the cap is there to protect servers
     return Config.from_mapping({"max_concurrent_requests": 0, **flags})
-
-
-def _limits(params: SamplingParams) -> Iterator[tuple[str, bool, str]]:
-    """(field, whether it holds, what is allowed) of what the engine takes for granted."""
-    yield "n", params.n >= 1, "integers from 1"
-    yield "max_tokens", params.max_tokens is None or params.max_tokens >= 1, "None or integers from 1"
-    yield "min_tokens", 0 <= params.min_tokens <= (params.max_tokens or params.min_tokens), "0 to max_tokens"
-    yield "temperature", 0.0 <= params.temperature <= 100.0, "numbers from 0 to 100"
-    yield "top_k", params.top_k >= 0, "integers from 0"
-    yield "top_p", 0.0 < params.top_p <= 1.0, "numbers above 0 to 1"
-    yield "min_p", 0.0 <= params.min_p <= 1.0, "numbers from 0 to 1"
-    yield "presence_penalty", -2.0 <= params.presence_penalty <= 2.0, "numbers from -2 to 2"
-    yield "frequency_penalty", -2.0 <= params.frequency_penalty <= 2.0, "numbers from -2 to 2"
-    yield "repetition_penalty", 0.01 <= params.repetition_penalty <= 100.0, "numbers from 0.01 to 100"
-    yield "stop", isinstance(params.stop, tuple) and all(params.stop), "a tuple of non-empty strings"

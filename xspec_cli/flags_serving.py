@@ -148,7 +148,7 @@ BEAM_FLAGS: tuple[Flag, ...] = (
 
 SCHEDULER_FLAGS: tuple[Flag, ...] = (
     honoured("max_tokens_per_batch", SCHEDULER, "tokens a round may compute, prompts and answers together",
-             note="xLLM: 10240. That is seconds of a small CPU, in which no running answer would get a token"),
+             note="xLLM: 10240. On a small CPU that is seconds in which no running answer gets a token"),
     honoured("max_seqs_per_batch", SCHEDULER, "sequences that run at a time"),
     honoured("enable_schedule_overlap", SCHEDULER, "plan the next round while one is computed",
              note="xLLM: false. Overlap is how the engine works; off is for comparison"),

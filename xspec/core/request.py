@@ -6,11 +6,24 @@ Knows nothing about text, pages, devices or HTTP: `engine/text.py` turns ids int
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+from xspec.errors import RequestError
 
 NO_NOISE_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
+
+MAX_TEMPERATURE = 100.0
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+"""Beyond these, logits divided by a temperature or penalty overflow to inf or nan in float32."""
+
+MAX_INT64 = 2**63 - 1
+"""What a device row can hold of a count."""
+
+MAX_CHOICES = 1024
+"""Each choice is a sequence of its own from the moment of admission."""
 
 
 class FinishReason(enum.StrEnum):
@@ -61,6 +74,52 @@ class SamplingParams:
     def filtered(self) -> bool:
         """Whether the candidate set is cut by top-k, top-p or min-p (never for greedy rows)."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    def check(self) -> None:
+        """RequestError with the first field that is out of range: one such row would fail a whole round."""
+        for name, good, allowed in self._rules():
+            if not good:
+                raise RequestError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}", param=name)
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """(field, whether it holds, what is allowed), lazily: later rules rely on earlier ones."""
+        yield "n", _whole(self.n, 1, MAX_CHOICES), f"integers from 1 to {MAX_CHOICES}"
+        yield "max_tokens", self.max_tokens is None or _whole(self.max_tokens, 1), "None or integers from 1"
+        most = MAX_INT64 if self.max_tokens is None else min(self.max_tokens, MAX_INT64)
+        yield "min_tokens", _whole(self.min_tokens, 0, most), "0 to max_tokens"
+        hot = _real(self.temperature, 0.0, MAX_TEMPERATURE)
+        yield "temperature", hot, f"numbers from 0 to {MAX_TEMPERATURE:g}"
+        yield "top_k", _whole(self.top_k, 0, MAX_INT64), "integers from 0 to 2**63 - 1"
+        yield "top_p", _real(self.top_p, 0.0, 1.0) and self.top_p > 0, "numbers above 0 to 1"
+        yield "min_p", _real(self.min_p, 0.0, 1.0), "numbers from 0 to 1"
+        yield "presence_penalty", _real(self.presence_penalty, -2.0, 2.0), "numbers from -2 to 2"
+        yield "frequency_penalty", _real(self.frequency_penalty, -2.0, 2.0), "numbers from -2 to 2"
+        repeats = _real(self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
+        yield "repetition_penalty", repeats, f"numbers from {MIN_REPETITION:g} to {MAX_REPETITION:g}"
+        yield "logit_bias", _biases(self.logit_bias), "a mapping of token ids to finite numbers"
+        stops = isinstance(self.stop, tuple) and all(isinstance(stop, str) and stop for stop in self.stop)
+        yield "stop", stops, "a tuple of non-empty strings"
+        ids = isinstance(self.stop_token_ids, tuple) and all(_whole(i, 0) for i in self.stop_token_ids)
+        yield "stop_token_ids", ids, "a tuple of token ids"
+        yield "seed", self.seed is None or _whole(self.seed, -math.inf), "None or integers"
+        yield "logprobs", self.logprobs is None or _whole(self.logprobs, 0), "None or integers from 0"
+        scored = self.prompt_logprobs is None or _whole(self.prompt_logprobs, 0)
+        yield "prompt_logprobs", scored, "None or integers from 0"
+
+
+def _whole(value: object, low: float, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _real(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _biases(biases: object) -> bool:
+    return isinstance(biases, Mapping) and all(
+        _whole(token, 0) and _real(bias, -math.inf, math.inf) and math.isfinite(bias)
+        for token, bias in biases.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

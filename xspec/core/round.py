@@ -129,7 +129,7 @@ class RowTokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     scored: tuple[TokenLogprob, ...] = ()  # prompt logprobs of a chunk
-    bad: bool = False  # the logits were not finite: no token can be trusted
+    bad: bool = False  # logits or states were not finite: no token and no page can be trusted
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,12 +47,14 @@ class Sequence:
     row: int | None = None
     pages: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading pages already published
+    known_hashes: list[bytes] = field(default_factory=list)  # of leading blocks, hashed once while it waits
+    tainted: bool = False  # its pages may hold what is not finite
     computed: int = 0  # tokens whose KV is in the cache, by retired rounds or a prefix hit
     submitted: int = 0  # prefill frontier: prompt tokens whose KV is computed or in flight
     prefill_end: int = 0  # tokens to prefill in this residence
     unseen: int = 0  # most tokens that the rounds in flight may still commit
     in_flight: int = 0  # rounds in flight that this sequence takes part in
-    cached_tokens: int = 0  # prompt tokens served by the prefix cache at first admission
+    cached_tokens: int = 0  # prompt tokens that the request found cached: on its first choice only
     started_s: float = 0.0  # when its first round was submitted (0: not yet); for metrics only
     preemptions: int = 0
     scores: list[TokenLogprob] = field(default_factory=list)  # prompt logprobs of prompt_ids[1:]

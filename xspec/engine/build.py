@@ -101,7 +101,7 @@ def _assemble(
         path, kernels, dtype=dtype, device=platform.device(), progress=partial(progress, "loading")
     )
     spec = target.spec
-    layout = KVLayout(spec.kv_planes, spec.kv_heads, spec.head_dim, config.cache.block_size, dtype)
+    layout = spec.kv_layout(config.cache.block_size, dtype)
     pages, max_model_len = _size_cache(config, platform, target, layout)
     pool = KVPool(layout, pages, kernels)
     max_seqs = config.scheduler.max_seqs_per_batch
@@ -110,6 +110,7 @@ def _assemble(
     sampling = SamplingState(max_seqs + 1, spec.vocab_size, platform.device(), dtype=exact)
     grid = _grid(config, platform)
     backend = config.execution.python_graph_backend
+    backend = platform.abilities.default_graph_backend if backend == "auto" else backend
     graphs = DecodeGraphs(
         platform,
         target,

@@ -39,7 +39,7 @@ class _Live:
     queue: asyncio.Queue[TextOutput] = field(default_factory=asyncio.Queue)
     open_choices: int = 0
     first_token_s: float | None = None
-    last_token_s: list[float] = field(default_factory=list)
+    last_token_s: list[float | None] = field(default_factory=list)  # by choice
     generated_tokens: int = 0
 
 
@@ -169,7 +169,8 @@ class AsyncEngine:
     # -- admission -----------------------------------------------------------------------------
 
     def _admit(self, prompt_ids: tuple[int, ...], params: SamplingParams, request_id: str) -> _Live:
-        self._check_open(params.n)
+        self._check_open()
+        params.check()
         self._check_prompt(prompt_ids)
         if request_id in self._live:
             raise RequestError(f"a request with id {request_id!r} is already running", param="request_id")
@@ -185,7 +186,7 @@ class AsyncEngine:
             sequence = self._sequence(request, choice, seed)
             live.sequences.append(sequence)
             live.texts.append(ChoiceText(self.text.tokenizer, request, choice, eos_ids=self.text.eos_ids))
-        live.last_token_s = [request.arrival_s] * params.n
+        live.last_token_s = [None] * params.n
         self._live[request_id] = live
         self._idle.clear()
         for sequence in live.sequences:
@@ -195,7 +196,7 @@ class AsyncEngine:
         self._loop.wake()
         return live
 
-    def _check_open(self, choices: int) -> None:
+    def _check_open(self) -> None:
         if self._death is not None:
             raise EngineDeadError(f"the engine has failed: {self._death}")
         if self._draining:
@@ -203,8 +204,6 @@ class AsyncEngine:
         cap = self._admission.max_concurrent_requests
         if cap and len(self._live) >= cap:
             raise OverloadedError(f"{cap} requests are running (max_concurrent_requests={cap})")
-        if choices < 1:
-            raise RequestError(f"n must be at least 1, got {choices}", param="n")
 
     def _check_prompt(self, prompt_ids: tuple[int, ...]) -> None:
         if not prompt_ids:
@@ -215,9 +214,9 @@ class AsyncEngine:
                 f"at most {self.max_model_len - 1} leave room for an answer",
                 param="prompt",
             )
-        if bad := next((i for i in prompt_ids if not self._is_token(i)), None):
+        if bad := [i for i in (min(prompt_ids), max(prompt_ids)) if not self._is_token(i)]:
             raise RequestError(
-                f"token id {bad} is outside the vocabulary of {self._admission.vocab_size} ids",
+                f"token id {bad[0]} is outside the vocabulary of {self._admission.vocab_size} ids",
                 param="prompt",
             )
 
@@ -262,7 +261,13 @@ class AsyncEngine:
         sequence = live.sequences[output.choice]
         if text.finished:  # a stop string ended it while further rounds were in flight
             return
-        out = text.push(output)
+        try:
+            out = text.push(output)
+        except Exception as error:  # its text is broken, the engine and everybody else are not
+            logger.exception("the text of request %s failed", live.request.id)
+            self._fail(live, f"the engine failed on the text of this request: {error}")
+            self._loop.wake()
+            return
         if text.stopped and sequence.status is not Status.FINISHED:
             self._scheduler.cancel(sequence, FinishReason.STOP)
             self._loop.wake()
@@ -276,8 +281,8 @@ class AsyncEngine:
         if live.first_token_s is None:
             live.first_token_s = now
             self.metrics.first_token(now - arrival, live.sequences[choice].started_s - arrival)
-        elif tokens:
-            self.metrics.inter_token(now - live.last_token_s[choice], tokens)
+        elif tokens and (last := live.last_token_s[choice]) is not None:
+            self.metrics.inter_token(now - last, tokens)
         live.last_token_s[choice] = now
         live.generated_tokens += tokens
 
@@ -317,8 +322,7 @@ class AsyncEngine:
         now = time.monotonic()
         for text in live.texts:
             if not text.finished:
-                out = text.push(Output(live.request.id, text.choice, (), finish_reason=reason, error=error))
-                live.queue.put_nowait(out)
+                live.queue.put_nowait(_last_output(text, live.request.id, reason, error))
                 self._close_choice(live, reason, now)
 
     def _forget(self, live: _Live) -> None:
@@ -352,4 +356,16 @@ class AsyncEngine:
             self._death = death
             error = f"the engine has failed: {death}"
         for live in list(self._live.values()):
-            self._fail(live, error)
+            if self._death is None:
+                self._fail(live, error)
+            else:  # the scheduler's books may be what broke
+                self._end_all(live, FinishReason.ERROR, error)
+
+
+def _last_output(text: ChoiceText, request_id: str, reason: FinishReason, error: str | None) -> TextOutput:
+    """The end of a choice, with what text was held back; bare where the text itself is what failed."""
+    try:
+        return text.push(Output(request_id, text.choice, (), finish_reason=reason, error=error))
+    except Exception:
+        text.finished = True
+        return TextOutput(request_id, text.choice, "", (), finish_reason=reason, error=error)

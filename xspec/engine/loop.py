@@ -54,6 +54,8 @@ class EngineLoop:
                 undelivered = driver.retire()
                 self._count_losses(undelivered)
             elif pipeline.empty and self._closing:
+                held = [sequence.pages for sequence in driver.scheduler.live.values()]
+                driver.scheduler.pages.check_integrity(held)  # too slow for a pause, right for the end
                 return
             else:
                 await self._sleep()
@@ -64,7 +66,7 @@ class EngineLoop:
             scheduler = driver.scheduler
             if not scheduler.idle:
                 raise EngineDeadError(f"{len(scheduler.live)} sequences wait but no round can be planned")
-            scheduler.pages.check_integrity()
+            scheduler.pages.check_idle()
             driver.paused()
         await self._wake.wait()
 

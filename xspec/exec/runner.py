@@ -1,11 +1,13 @@
 """The device side of a round: bind, grant, prefill, draft, verify, accept, advance, copy back.
 
-Sees only protocols (Target, Drafter, Platform). Runs on the launch thread; never reads a result back.
+Sees only protocols (Target, Drafter, Platform). Runs on the launch thread; reads nothing back but the
+scores of prompt tokens, whose logits would not fit otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -92,7 +94,11 @@ class Runner:
         )
         hidden = self._target.forward(tokens, inputs, self._kv, self._drafter.spec.taps)
         self._drafter.publish(hidden, tokens, inputs, self._tensor(counts))
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+        ends = list(accumulate(counts))
+        # Keys and values that are not finite spoil every later state, so the last one of a chunk tells
+        # whether its pages may be published.
+        lasts = hidden.last[self._tensor([end - 1 for end in ends])]
+        slot.bad_chunks[: len(chunks)].copy_(~lasts.isfinite().all(1), non_blocking=True)
         self._score(chunks, ends, hidden, slot)
         self._sample_prompts(chunks, ends, hidden, slot)
 

@@ -64,6 +64,7 @@ class Slot:
         self.index = index
         self.decoded = _lane(platform, rows, width)
         self.prefilled = _lane(platform, rows, 1)
+        self.bad_chunks = platform.pinned((rows,), torch.bool)
         self.scores: dict[int, list[TokenLogprob]] = {}  # by chunk index
 
     def begin(self) -> None:
@@ -75,21 +76,22 @@ class Slot:
         """The completed round as plain values. Only after its event."""
         sampled = [chunk.sequence_id for chunk in plan.batch.chunks if chunk.samples]
         drawn = iter(self.prefilled.read(sampled, 1) if sampled else ())
+        bad = self.bad_chunks[: len(plan.batch.chunks)].tolist()
         chunks = [
-            self._chunk(index, chunk, next(drawn) if chunk.samples else None)
+            self._chunk(index, chunk, next(drawn) if chunk.samples else None, bad[index])
             for index, chunk in enumerate(plan.batch.chunks)
         ]
         ids = [row.sequence_id for row in plan.batch.rows]
         rows = self.decoded.read(ids, plan.spec.draft_steps + 1) if ids else []
         return RoundResult(plan=plan, chunks=tuple(chunks), rows=tuple(rows))
 
-    def _chunk(self, index: int, chunk: PrefillChunk, drawn: RowTokens | None) -> RowTokens:
+    def _chunk(self, index: int, chunk: PrefillChunk, drawn: RowTokens | None, bad: bool) -> RowTokens:
         return RowTokens(
             sequence_id=chunk.sequence_id,
             token_ids=drawn.token_ids if drawn else (),
             logprobs=drawn.logprobs if drawn else (),
             scored=tuple(self.scores.get(index, ())),
-            bad=drawn.bad if drawn else False,
+            bad=bad or (drawn is not None and drawn.bad),
         )
 
 

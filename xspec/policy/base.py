@@ -27,7 +27,11 @@ class Policy(Protocol):
     name: str
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
-        """The speculation of the coming round. Called once per round, prefill-only rounds included."""
+        """The speculation of the coming round, prefill-only rounds included.
+
+        Called again with the same plan id where no round could be planned then: how often depends on
+        timing, so nothing may be learnt from being asked.
+        """
 
     def observe(self, feedback: RoundFeedback) -> None:
         """A round retired and its commit succeeded. Called in round order."""

@@ -30,7 +30,7 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
     committed = 0
     for chunk, tokens in zip(plan.batch.chunks, result.chunks, strict=True):
         sequence = scheduler.live[chunk.sequence_id]
-        _leave_round(sequence, reserved=1 if chunk.samples else 0)
+        _leave_round(sequence, tokens, reserved=1 if chunk.samples else 0)
         if sequence.finish_reason is None:
             sequence.computed = chunk.end
             _keep_scores(sequence, tokens, chunk)
@@ -38,7 +38,7 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
         scheduler.settle(sequence)
     for row, tokens in zip(plan.batch.rows, result.rows, strict=True):
         sequence = scheduler.live[row.sequence_id]
-        _leave_round(sequence, reserved=plan.spec.draft_steps + 1)
+        _leave_round(sequence, tokens, reserved=plan.spec.draft_steps + 1)
         if sequence.finish_reason is None:
             count = _commit(scheduler, sequence, tokens, outputs)
             committed += count
@@ -57,20 +57,23 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
 
 
 def fail(scheduler: Scheduler, plan: RoundPlan) -> set[str]:
-    """A round was lost: its sequences end with an error. Returns the ids of the requests touched."""
+    """A round was lost: its sequences end with an error. Returns the requests that lost something by it."""
     touched: set[str] = set()
     for sequence_id in plan.batch.sequence_ids:
         sequence = scheduler.live[sequence_id]
         sequence.in_flight -= 1
-        touched.add(sequence.request.id)
+        sequence.tainted = True
+        if sequence.finish_reason is None:
+            touched.add(sequence.request.id)
         scheduler.cancel(sequence, FinishReason.ERROR)
         scheduler.settle(sequence)
     return touched
 
 
-def _leave_round(sequence: Sequence, reserved: int) -> None:
+def _leave_round(sequence: Sequence, tokens: RowTokens, reserved: int) -> None:
     sequence.in_flight -= 1
     sequence.unseen -= reserved
+    sequence.tainted |= tokens.bad  # also of who has left meanwhile: the pages go to somebody else
 
 
 def _keep_scores(sequence: Sequence, tokens: RowTokens, chunk: PrefillChunk) -> None:

@@ -83,19 +83,23 @@ class PageAllocator:
         data = parent + array("q", tokens).tobytes()
         return hashlib.blake2b(data, digest_size=16, key=self._hash_key).digest()
 
-    def match(self, tokens: Sequence[int]) -> tuple[list[int], list[bytes]]:
+    def match(self, tokens: Sequence[int], known: list[bytes] | None = None) -> tuple[list[int], list[bytes]]:
         """Pages (now referenced) and hashes of the longest cached run of full blocks of `tokens`.
 
-        At least one token is left to compute, since its logits are what the caller is after.
+        At least one token is left to compute, since its logits are what the caller is after. `known`
+        remembers hashes of the same tokens (or their beginning) from one attempt to the next.
         """
+        known = [] if known is None else known
         pages: list[int] = []
         hashes: list[bytes] = []
         if not self.prefix_cache:
             return pages, hashes
         size = self.block_size
         parent = b""
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            parent = self.block_hash(parent, tokens[start : start + size])
+        for index in range((len(tokens) - 1) // size):
+            if index == len(known):
+                known.append(self.block_hash(parent, tokens[index * size : (index + 1) * size]))
+            parent = known[index]
             page = self._page_of.get(parent)
             if page is None:
                 break
@@ -119,6 +123,12 @@ class PageAllocator:
         self._cached.clear()
         self._page_of.clear()
         self._hash_of.clear()
+
+    def check_idle(self) -> None:
+        """The books' totals while nobody holds a page, in constant time: the loop asks at every pause."""
+        if self.available != self.pages or not len(self._hash_of) == len(self._page_of) == len(self._cached):
+            self.check_integrity()
+            raise AssertionError("the totals of an idle page allocator do not balance")
 
     def check_integrity(self, held: Iterable[Sequence[int]] = ()) -> None:
         """Raise AssertionError unless the books balance; `held` are the page lists of live sequences."""

@@ -55,6 +55,11 @@ class Scheduler:
         self.live: dict[int, Sequence] = {}  # every sequence that is not finished and settled
         self._free_rows = list(range(limits.max_seqs_per_batch, 0, -1))
         self._preempted = False  # in the plan being made
+        self._returning: set[int] = set()  # preempted, with rounds in flight: they wait next
+        self._due_pages: int | None = None  # see _draining_pages; of the plan being made
+        # Whole prompts run at once when they may not be cut, whatever the size of a chunk.
+        whole = limits.max_tokens_per_batch
+        self._chunk_tokens = min(limits.max_tokens_per_chunk, whole) if limits.chunked_prefill else whole
         self._dirty: list[int] = []  # free pages to zero before anybody reads them
 
     # -- arrival and departure ----------------------------------------------------------------
@@ -78,13 +83,17 @@ class Scheduler:
             self.running.remove(sequence)
         sequence.status = Status.DRAINING
         sequence.after_drain = then
+        if then is AfterDrain.REQUEUE:
+            self._returning.add(sequence.id)
+        else:
+            self._returning.discard(sequence.id)
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
         """Give back what a draining sequence holds, as soon as no round in flight may touch it."""
         if sequence.status is not Status.DRAINING or sequence.in_flight:
             return
-        if sequence.finish_reason is FinishReason.ERROR:
+        if sequence.tainted or sequence.finish_reason is FinishReason.ERROR:
             self._dirty.extend(self.pages.discard(sequence.pages))
         else:
             self.pages.release(sequence.pages)
@@ -94,11 +103,18 @@ class Scheduler:
             sequence.row = None
         if sequence.after_drain is AfterDrain.REQUEUE:
             sequence.status = Status.WAITING
-            sequence.unseen = 0
-            self.waiting.appendleft(sequence)
+            self._returning.discard(sequence.id)
+            self._requeue(sequence)
         else:
             sequence.status = Status.FINISHED
             del self.live[sequence.id]
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Back to its place in the queue, which is in order of arrival, like the seniority of who runs."""
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].id < sequence.id:
+            place += 1
+        self.waiting.insert(place, sequence)
 
     # -- planning -----------------------------------------------------------------------------
 
@@ -123,7 +139,7 @@ class Scheduler:
         """The coming round, or None when pages or rows must come back first."""
         binds: list[RowBind] = []
         grants: list[PageGrant] = []
-        self._preempted = False
+        self._preempted, self._due_pages = False, None
         if self.limits.mix_batch:
             rows = self._plan_rows(spec, grants)
             chunks = self._plan_chunks(len(rows) * (spec.draft_steps + 1), binds, grants)
@@ -191,13 +207,17 @@ class Scheduler:
         return True
 
     def _draining_pages(self) -> int:
-        """Pages that rounds in flight will set free (an underestimate where pages are shared)."""
-        return sum(len(s.pages) for s in self.live.values() if s.status is Status.DRAINING and s.in_flight)
+        """Pages that rounds in flight will set free (fewer come where pages are shared: then ask again)."""
+        if self._due_pages is None:
+            draining = (s for s in self.live.values() if s.status is Status.DRAINING)
+            self._due_pages = sum(len(s.pages) for s in draining)
+        return self._due_pages
 
     def _preempt(self, victim: Sequence) -> None:
         self._preempted = True
         victim.preemptions += 1
         self.counters.preemptions += 1
+        self._due_pages = None
         self.drain(victim, AfterDrain.REQUEUE)
 
     def _plan_chunks(
@@ -208,20 +228,31 @@ class Scheduler:
         for sequence in self.running:
             if sequence.prefilling:
                 budget -= self._chunk(sequence, budget, chunks)
-        # Who was just preempted must not come back in the same breath and be preempted again.
-        while not self._preempted and budget > 0 and self.waiting and self._free_rows:
+        # Who was just preempted must not come back in the same breath and be preempted again, nor may
+        # later arrivals take the pages it had to give while its rounds in flight retire.
+        while not self._preempted and not self._returning and budget > 0 and self.waiting and self._free_rows:
             sequence = self.waiting[0]
-            if not self._admit(sequence, budget, binds, grants):
+            if self._sibling_computes(sequence) or not self._admit(sequence, budget, binds, grants):
                 break
             self.waiting.popleft()
             self.running.append(sequence)
             budget -= self._chunk(sequence, budget, chunks)
         return chunks
 
+    def _sibling_computes(self, sequence: Sequence) -> bool:
+        """Whether another choice is at the prompt: a round or two later it is served from the cache."""
+        if sequence.choice == 0 or not self.pages.prefix_cache:
+            return False
+        if sequence.request.params.prompt_logprobs is not None:
+            return False
+        size = self.pages.block_size
+        usable = (sequence.prompt_len - 1) // size * size
+        return any(s.request is sequence.request and s.computed < usable for s in self.running)
+
     def _chunk(self, sequence: Sequence, budget: int, chunks: list[PrefillChunk]) -> int:
         """Append the next chunk of `sequence`; returns the tokens it takes from the budget."""
         remaining = sequence.prefill_end - sequence.submitted
-        count = min(remaining, budget, self.limits.max_tokens_per_chunk)
+        count = min(remaining, budget, self._chunk_tokens)
         if count <= 0 or (count < remaining and not self.limits.chunked_prefill):
             return 0
         start, end = sequence.submitted, sequence.submitted + count
@@ -251,12 +282,10 @@ class Scheduler:
         """Give a waiting sequence a row and the pages of all it must prefill, or change nothing."""
         tokens = sequence.tokens
         scores = sequence.request.params.prompt_logprobs is not None
-        pages, hashes = ([], []) if scores else self.pages.match(tokens)
+        pages, hashes = ([], []) if scores else self.pages.match(tokens, sequence.known_hashes)
         hit = len(pages) * self.pages.block_size
         missing = self.pages.pages_for(len(tokens)) - len(pages)
-        whole = (
-            self.limits.chunked_prefill or min(budget, self.limits.max_tokens_per_chunk) >= len(tokens) - hit
-        )
+        whole = self.limits.chunked_prefill or min(budget, self._chunk_tokens) >= len(tokens) - hit
         fresh = self.pages.allocate(missing) if whole and self._room_for(missing) else None
         if fresh is None:
             self.pages.release(pages)
@@ -264,7 +293,8 @@ class Scheduler:
         row = self._free_rows.pop()
         pages.extend(fresh)
         if sequence.preemptions == 0:
-            sequence.cached_tokens = hit
+            # What later choices find was computed for this very request: it saved nothing of its prompt.
+            sequence.cached_tokens = hit if sequence.choice == 0 else 0
             self.counters.prefix_queried_tokens += len(tokens)
             self.counters.prefix_hit_tokens += hit
         sequence.row, sequence.pages, sequence.block_hashes = row, pages, hashes

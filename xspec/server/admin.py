@@ -65,7 +65,7 @@ async def health(request: web.Request) -> web.Response:
     body: dict[str, object] = {"status": "ok" if phase is Phase.READY else "unavailable", "phase": str(phase)}
     if phase is Phase.READY:
         return json_response(body)
-    if detail := handle.failure or handle.detail:
+    if detail := handle.detail:
         body["detail"] = detail
     return json_response(body, status=503)
 

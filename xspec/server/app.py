@@ -108,7 +108,8 @@ async def _key(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[_ID_HEADER] = request[REQUEST_ID]
+    if (request_id := request.get(REQUEST_ID)) is not None:  # aiohttp refuses some before any middleware
+        response.headers[_ID_HEADER] = request_id
     allowed = request.app[SETTINGS].cors_allow_origins
     if not allowed:
         return

@@ -36,7 +36,7 @@ class EngineHandle:
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
         self.failure: str | None = None  # why there will be no engine
-        self.detail = ""  # what a build is doing right now
+        self._progress = ""  # what the build was doing last
         self.draining = False
         self.started_s = time.time()
         self.active = 0  # requests being answered
@@ -59,14 +59,19 @@ class EngineHandle:
     def progress(self, stage: str, done: int, total: int) -> None:
         """A `Progress`; called from any thread while the engine is being built (it only sets values)."""
         self._warming = stage.startswith("warm")
-        self.detail = f"{stage} ({done}/{total})" if total else stage
+        self._progress = f"{stage} ({done}/{total})" if total else stage
+
+    @property
+    def detail(self) -> str:
+        """Why there is no engine, or how far its build is; nothing once there was one."""
+        return self.failure or (self._progress if self.engine is None else "")
 
     def ready(self) -> Engine:
         """The engine, or UnavailableError (503) that says what it is waiting for."""
         phase = self.phase
         if self.engine is not None and phase is Phase.READY:
             return self.engine
-        raise UnavailableError(phase, self.failure or self.detail)
+        raise UnavailableError(phase, self.detail)
 
     @contextmanager
     def answering(self) -> Iterator[Engine]:

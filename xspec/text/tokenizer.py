@@ -21,6 +21,10 @@ from xspec.text.pieces import pieces_of
 
 _MAX_ID = 2**32 - 1
 
+LONG_TEXT = 2048
+"""Characters or ids from which on the library's batch calls are used: only those let go of the interpreter
+lock, and a worker thread that keeps it stops the event loop and the launch thread for seconds."""
+
 
 class Tokenizer:
     """Never changed after construction. `vocab_size` is the highest id + 1: ids below it may be sent in."""
@@ -44,7 +48,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in `text` become their ids, as everywhere."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG_TEXT:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            ids: list[int] = encoding.ids
         except (TypeError, UnicodeError):
             # The library cannot take a lone surrogate, which JSON can carry; anything else is a bug.
             if not any("\ud800" <= char <= "\udfff" for char in text):
@@ -58,7 +66,10 @@ class Tokenizer:
         for token_id in known:
             if not 0 <= token_id <= _MAX_ID:
                 raise RequestError(f"{token_id} is not a token id; allowed: 0 to {self.vocab_size - 1}")
-        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        if len(known) < LONG_TEXT:
+            text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
         return text
 
     def piece(self, token_id: int) -> str | None:
