@@ -24,7 +24,7 @@ KERNEL_CACHE_ENTRIES = 256
 """Compiled oneDNN kernels kept per cache. Every prompt length is a shape of its own; at their default of
 1024 entries the caches grow by hundreds of MB over the first hours of mixed traffic."""
 
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0001
 """How long a thread that wants the interpreter lock waits for it. Python's 5 ms would let the event
 loop delay the launch thread by a good part of a round."""
 
