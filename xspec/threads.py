@@ -17,8 +17,9 @@ from pathlib import Path
 from xspec.errors import ConfigError
 
 LIBGOMP_SPIN_COUNT = 10_000
-"""Spins of an idle OpenMP thread before it sleeps: enough to bridge two neighbouring parallel regions,
-far less than a scheduler tick, which is what spinning costs when a neighbour holds the core."""
+"""Spins of an idle OpenMP thread before it sleeps: enough to bridge two neighbouring parallel regions, far
+less than a scheduler tick. Measured on 2 cores, ms per token at one request, idle / one core taken: no
+spinning 40 / 36, 1,000 spins 30 / 49, 10,000 spins 25 / 130; a million spins gain nothing more (24)."""
 
 KERNEL_CACHE_ENTRIES = 256
 """Compiled oneDNN kernels kept per cache. Every prompt length is a shape of its own; at their default of
