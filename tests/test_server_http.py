@@ -485,3 +485,20 @@ async def test_long_texts_are_tokenised_off_the_loop(monkeypatch: pytest.MonkeyP
         await server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]})
         await server.post("/tokenize", {"prompt": long})
     assert threads == [True, False, False, False]
+
+
+async def test_malformed_http_gets_its_400_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        for junk in (
+            b"GARBAGE\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\na b: c\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(junk)
+            assert b" 400 " in await reader.readline(), junk
+            writer.close()
+        status, _ = await server.post("/v1/completions", {"prompt": "still here"})
+    assert status == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

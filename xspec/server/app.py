@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from xspec.server import admin
 from xspec.server.chat import chat_completions
@@ -58,9 +59,25 @@ def make_runner(app: web.Application) -> web.AppRunner:
 
     Bodies are not decompressed: `bodies.py` refuses encoded ones, so none can blow up in memory.
     """
+    protocol_log = logging.getLogger(f"{__name__}.protocol")
+    protocol_log.addFilter(_is_ours)
     return web.AppRunner(
-        app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=1.0
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,
+        access_log=None,
+        shutdown_timeout=1.0,
+        logger=protocol_log,
     )
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Malformed HTTP is the client's mistake and gets its 400: a traceback each would only fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return True
+    log.debug("malformed HTTP: %s", error.message)
+    return False
 
 
 @web.middleware
