@@ -188,6 +188,17 @@ async def test_logprobs_are_those_of_transformers(model: Path) -> None:
     assert all(o.prompt_logprobs is None for o in outputs[1:])
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+async def test_a_prompt_is_scored_once_and_before_any_choice_speaks(model: Path, prefix_cache: bool) -> None:
+    prompt = prompt_of(5, 70)
+    async with engine_of(model, enable_prefix_cache=prefix_cache, max_tokens_per_batch=16) as engine:
+        outputs = await run(engine, prompt, prompt_logprobs=1, n=3, max_tokens=3)
+    scored = [o for o in outputs if o.prompt_logprobs is not None]
+    assert [(o.choice, len(o.prompt_logprobs or ())) for o in scored] == [(0, 70)]
+    assert outputs[0] is scored[0]
+    assert {o.choice for o in outputs} == {0, 1, 2}
+
+
 async def test_choices_differ_and_each_is_reproducible(model: Path) -> None:
     async with engine_of(model) as engine:
         first = await run(engine, prompt_of(1, 9), temperature=1.0, n=4)

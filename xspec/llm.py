@@ -47,7 +47,7 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on choice 0
 
 
 class LLM:

@@ -149,7 +149,9 @@ class Output:
     choice: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # with the first output; [0] is None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = (
+        None  # with choice 0's first output; [0] is None
+    )
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the stop id that ended it, if one did (it is in token_ids)
     cached_tokens: int = 0  # prompt tokens served by the prefix cache

@@ -68,6 +68,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def scored_top(self) -> int | None:
+        """Likeliest alternatives to report with each prompt token; None: no scores. One choice is enough."""
+        return self.request.params.prompt_logprobs if self.choice == 0 else None
+
+    @property
     def reserved(self) -> int:
         """Most tokens (prompt and answer) it may have once every round in flight has retired."""
         return len(self.tokens) + self.unseen

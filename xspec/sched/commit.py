@@ -105,7 +105,7 @@ def _commit(scheduler: Scheduler, sequence: Sequence, tokens: RowTokens, outputs
         sequence.computed = len(sequence.tokens) - 1  # the last token's KV is written by the next round
     _publish(scheduler, sequence)
     if kept:
-        scored = sequence.request.params.prompt_logprobs is not None and first_output
+        scored = sequence.scored_top is not None and first_output
         outputs.append(
             Output(
                 request_id=sequence.request.id,

@@ -243,8 +243,6 @@ class Scheduler:
         """Whether another choice is at the prompt: a round or two later it is served from the cache."""
         if sequence.choice == 0 or not self.pages.prefix_cache:
             return False
-        if sequence.request.params.prompt_logprobs is not None:
-            return False
         size = self.pages.block_size
         usable = (sequence.prompt_len - 1) // size * size
         return any(s.request is sequence.request and s.computed < usable for s in self.running)
@@ -256,7 +254,7 @@ class Scheduler:
         if count <= 0 or (count < remaining and not self.limits.chunked_prefill):
             return 0
         start, end = sequence.submitted, sequence.submitted + count
-        scored_top = sequence.request.params.prompt_logprobs
+        scored_top = sequence.scored_top
         scored = None
         if scored_top is not None and start < sequence.prompt_len:
             scored = tuple(sequence.tokens[start + 1 : min(end + 1, sequence.prompt_len)])
@@ -281,7 +279,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int, binds: list[RowBind], grants: list[PageGrant]) -> bool:
         """Give a waiting sequence a row and the pages of all it must prefill, or change nothing."""
         tokens = sequence.tokens
-        scores = sequence.request.params.prompt_logprobs is not None
+        scores = sequence.scored_top is not None
         pages, hashes = ([], []) if scores else self.pages.match(tokens, sequence.known_hashes)
         hit = len(pages) * self.pages.block_size
         missing = self.pages.pages_for(len(tokens)) - len(pages)
