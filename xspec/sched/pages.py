@@ -17,13 +17,12 @@ from xspec.core.round import SCRATCH_PAGE
 class PageAllocator:
     """Pages 1 .. `pages`, each holding `block_size` tokens."""
 
-    def __init__(self, pages: int, block_size: int, *, prefix_cache: bool = True, hash_seed: int = 0) -> None:
+    def __init__(self, pages: int, block_size: int, *, prefix_cache: bool = True) -> None:
         if pages < 1 or block_size < 1:
             raise ValueError(f"need at least one page of one token, got {pages} pages of {block_size}")
         self.pages = pages
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self._hash_key = hash_seed.to_bytes(8, "little", signed=True)
         self._references = [0] * (pages + 1)
         self._free = list(range(pages, SCRATCH_PAGE, -1))  # a stack: recently used memory is warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -81,7 +80,7 @@ class PageAllocator:
     def block_hash(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Hash of one full block in the context of everything before it."""
         data = parent + array("q", tokens).tobytes()
-        return hashlib.blake2b(data, digest_size=16, key=self._hash_key).digest()
+        return hashlib.blake2b(data, digest_size=16).digest()
 
     def match(self, tokens: Sequence[int], known: list[bytes] | None = None) -> tuple[list[int], list[bytes]]:
         """Pages (now referenced) and hashes of the longest cached run of full blocks of `tokens`.
@@ -116,13 +115,6 @@ class PageAllocator:
         if self.prefix_cache and block_hash not in self._page_of and page not in self._hash_of:
             self._page_of[block_hash] = page
             self._hash_of[page] = block_hash
-
-    def reset_cache(self) -> None:
-        """Forget every cached block; held pages stay held but can no longer be found."""
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._page_of.clear()
-        self._hash_of.clear()
 
     def check_idle(self) -> None:
         """The books' totals while nobody holds a page, in constant time: the loop asks at every pause."""
