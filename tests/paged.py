@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from xspec.kernels.base import Kernels
-from xspec.kv.pool import KVPool
+from xspec.kv.layout import KVLayout
+from xspec.kv.pool import RESERVED_PAGES, KVPool
 from xspec.models.base import Target
 from xspec.nn.inputs import ForwardInputs, Segment
 
@@ -30,11 +31,11 @@ class PagedRunner:
     ) -> None:
         self.target = target
         self.block_size = block_size
-        layout = target.spec.kv_layout(block_size, dtype)
+        layout = KVLayout(target.spec.planes, block_size, dtype)
         per_sequence = layout.pages_of(max_tokens)
-        pool = KVPool(layout, 1 + sequences * per_sequence, kernels)
+        pool = KVPool(layout, RESERVED_PAGES + sequences * per_sequence, kernels, torch.device("cpu"))
         self.kv = pool.slabs
-        pages = list(range(1, pool.pages))
+        pages = list(range(1, pool.sink_page))
         random.Random(seed).shuffle(pages)
         self.table = torch.tensor(pages).view(sequences, per_sequence)
         self.lengths = [0] * sequences

@@ -80,9 +80,11 @@ class FakeDevice:
     lengths: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
+    limits: dict[int, int] = field(default_factory=dict)
     fail_rounds: set[int] = field(default_factory=set)
     bad_rounds: set[int] = field(default_factory=set)  # whose logits are not finite
     rounds: list[RoundPlan] = field(default_factory=list)
+    draft_block: int = 0  # positions that drafting writes rubbish to
 
     def make_slots(self, count: int) -> list[FakeSlot]:
         return [FakeSlot() for _ in range(count)]
@@ -95,6 +97,7 @@ class FakeDevice:
             self.tables[bind.row] = []
             self.lengths[bind.row] = len(bind.token_ids)
             self.seeds[bind.row] = bind.seed
+            self.limits[bind.row] = bind.max_len
         for grant in plan.grants:
             assert SCRATCH_PAGE not in grant.pages
             assert grant.first == len(self.tables[grant.row]), "grants must be appended without a gap"
@@ -102,7 +105,7 @@ class FakeDevice:
         if plan.round_id in self.fail_rounds:
             raise RuntimeError(f"round {plan.round_id} is lost")
         chunks = tuple(self._chunk(chunk) for chunk in plan.batch.chunks)
-        rows = tuple(self._row(row) for row in plan.batch.rows)
+        rows = tuple(self._row(row, plan) for row in plan.batch.rows)
         if plan.round_id in self.bad_rounds:
             chunks = tuple(replace(tokens, bad=True) for tokens in chunks)
             rows = tuple(replace(tokens, bad=True) for tokens in rows)
@@ -126,11 +129,26 @@ class FakeDevice:
         assert chunk.end == self.lengths[chunk.row]
         return RowTokens(chunk.sequence_id, (self._draw(chunk.row),))
 
-    def _row(self, row) -> RowTokens:
+    def _row(self, row, plan: RoundPlan) -> RowTokens:
+        """Drafts are right about every other time; the rows of wrong ones write rubbish, as on a device."""
         assert self.owners[row.row] == row.sequence_id
-        self._write(row.row, self.lengths[row.row] - 1, self.last[row.row])
-        assert self.lengths[row.row] <= row.kv_bound
-        return RowTokens(row.sequence_id, (self._draw(row.row),))
+        start, limit = self.lengths[row.row] - 1, self.limits[row.row]
+        if plan.batch.verify:
+            for position in range(start, min(start + self.draft_block, limit)):
+                self._write(row.row, position, -1)
+        self._write(row.row, start, self.last[row.row])
+        tokens: list[int] = []
+        agreed = True
+        for offset in range(row.verify + 1):
+            if start + offset >= limit:
+                break
+            assert start + offset < row.kv_bound
+            if agreed and self.lengths[row.row] < limit:
+                tokens.append(self._draw(row.row))
+                agreed = (tokens[-1] + start) % 3 > 0
+            if offset < row.verify and start + offset + 1 < limit:
+                self._write(row.row, start + offset + 1, tokens[-1] if agreed else -1)
+        return RowTokens(row.sequence_id, tuple(tokens))
 
     def _draw(self, row: int) -> int:
         token = next_token(self._read(row, self.lengths[row]), self.seeds[row])

@@ -1,7 +1,8 @@
 """A scripted engine behind the real server: byte-level tokens, known text, failures on demand.
 
 `FakeEngine` implements `engine.api.Engine`. Every choice c of a request answers
-`<c>:<prompt text>` one token (one byte) per step, or what `script` says.
+`<c>:<prompt text>` one token (one byte) per step, or what `script` says. With a `draft_width`, every step
+after the first is a draft of which all tokens but the last were accepted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
+from xspec.core.drafts import DraftCounts
 from xspec.core.request import FinishReason, SamplingParams, TokenLogprob
 from xspec.engine.api import Phase, TextOutput
 from xspec.errors import EngineDeadError, OverloadedError, PromptTooLongError
@@ -113,6 +115,7 @@ class FakeStream:
 class _Answer:
     def __init__(self, engine: FakeEngine, call: Call, choice: int) -> None:
         self.script, self.call, self.choice, self.open = engine.script, call, choice, True
+        self.metrics = engine.metrics
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tokenizer = engine.text.tokenizer
         prompt = tokenizer.decode(call.prompt_ids)
@@ -144,6 +147,8 @@ class _Answer:
         scored: tuple[TokenLogprob | None, ...] | None = None
         if first and params.prompt_logprobs is not None:
             scored = (None, *map(top_of, self.call.prompt_ids[1:]))
+        drafts = None if first else self._drafts(len(ids), ended)
+        self.metrics.delivered(len(ids), drafts)
         return TextOutput(
             request_id=self.call.request_id,
             choice=self.choice,
@@ -155,7 +160,15 @@ class _Answer:
             prompt_tokens=len(self.call.prompt_ids),
             completion_tokens=self.given,
             cached_tokens=len(self.call.prompt_ids) // 2,
+            drafts=drafts,
         )
+
+    def _drafts(self, tokens: int, ended: bool) -> DraftCounts | None:
+        width = self.metrics.draft_width if self.call.params.speculative else 0
+        if not width or not tokens:
+            return None
+        counts = DraftCounts(width, width, tokens - 1)
+        return counts.until(tokens) if ended else counts
 
     def _end(self, reason: FinishReason, error: str | None = None) -> TextOutput:
         self.open = False
@@ -163,13 +176,16 @@ class _Answer:
 
 
 class FakeEngine:
-    def __init__(self, script: Script | None = None, *, capacity: int = 0, chat: bool = True) -> None:
+    def __init__(
+        self, script: Script | None = None, *, capacity: int = 0, chat: bool = True, draft_width: int = 0
+    ) -> None:
         self.model_id = MODEL
         self.max_model_len = MAX_LEN
         template = ChatTemplate(TEMPLATE) if chat else None
         self.defaults: dict[str, Any] = {}
         self.text = TextAssets(byte_tokenizer(), template, frozenset({256}), self.defaults)
-        self.metrics = Metrics(MODEL)
+        self.metrics = Metrics(MODEL, draft_width=draft_width)
+        self.draft_width = draft_width
         self.script = script or Script()
         self.capacity = capacity
         self.calls: list[Call] = []

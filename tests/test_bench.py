@@ -7,16 +7,19 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from server_fake import FakeEngine, Script
+from server_fake import FakeEngine, Script, served
 
+from xspec.config import Config, SpeculationConfig
+from xspec.core.drafts import DraftCounts, DraftTotals
 from xspec.errors import ConfigError
+from xspec.metrics import Metrics
 from xspec.progress import silent
 from xspec_cli import bench
 from xspec_cli.benchlib.facts import machine_facts
@@ -28,6 +31,7 @@ from xspec_cli.benchlib.prompts import Prompt, load_prompts, take
 from xspec_cli.benchlib.questions import QUESTIONS
 from xspec_cli.benchlib.report import failures, table
 from xspec_cli.benchlib.samples import Sample, figures
+from xspec_cli.benchlib.speculation import SpeculationFigures, read_draft_totals, speculation_figures
 from xspec_cli.benchlib.stats import (
     Ratio,
     Summary,
@@ -234,6 +238,9 @@ class FakeTarget:
     live: int = 0
     most: int = 0
     asked: list[tuple[str | None, int]] = field(default_factory=list)
+
+    async def draft_totals(self) -> DraftTotals | None:
+        return None
 
     async def ask(self, prompt: Prompt, seed: int, clock: Clock) -> Answer:
         self.asked.append((prompt.text, seed))
@@ -674,6 +681,143 @@ async def test_engine_failures_are_failed_requests() -> None:
     assert sample.error is not None and sample.error.startswith("PromptTooLongError: ")
     with pytest.raises(ConfigError, match="has no chat template; use --nochat"):
         EngineTarget(FakeEngine(chat=False), ASK)
+
+
+# -- speculation -------------------------------------------------------------------------------
+
+
+def test_figures_of_speculation_are_those_of_the_run_alone() -> None:
+    before = DraftTotals(10, 40, 12, (8, 4, 0, 0))
+    after = DraftTotals(14, 56, 19, (11, 6, 2, 0))
+    assert speculation_figures(before, after) == SpeculationFigures(
+        drafts=4,
+        draft_tokens=16,
+        accepted_tokens=7,
+        mean_acceptance_length=2.75,
+        acceptance_rate=7 / 16,
+        position_rates=(0.75, 0.5, 0.5, 0.0),
+        conditional_rates=(0.75, 2 / 3, 1.0, 0.0),
+    )
+    assert speculation_figures(before, before) is None, "nothing was drafted"
+    assert speculation_figures(after, before) is None, "the server began anew"
+    assert speculation_figures(None, after) is speculation_figures(before, None) is None
+
+
+def test_counters_are_read_from_xspec_and_from_vllm() -> None:
+    metrics = Metrics("m", draft_width=3)
+    metrics.delivered(3, DraftCounts(3, 3, 2))
+    metrics.delivered(1, DraftCounts(3, 3, 0))
+    assert read_draft_totals(metrics.render()[0].decode()) == metrics.draft_totals()
+    assert read_draft_totals(Metrics("m").render()[0].decode()) is None
+    text = "".join(
+        f'vllm:spec_decode_num_{name}_total{{engine="{engine}"{label}}} {count}.0\n'
+        for name, label, count in (
+            ("drafts", "", 5), ("draft_tokens", "", 10), ("accepted_tokens", "", 6),
+            ("accepted_tokens_per_pos", ',position="1"', 2), ("accepted_tokens_per_pos", ',position="0"', 4),
+        )
+        for engine in (0, 1)
+    )  # fmt: skip
+    assert read_draft_totals(text) == DraftTotals(10, 20, 12, (8, 4))
+    assert read_draft_totals("") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<html>",
+        'a:spec_decode_num_drafts_total{x="1"} NaN\n',
+        'a:spec_decode_num_drafts_total{x="1"} +Inf\n',
+        'a:spec_decode_num_accepted_tokens_per_pos_total{position="x"} 1\n',
+        'a:spec_decode_num_accepted_tokens_per_pos_total{place="0"} 1\n',
+    ],
+)
+async def test_a_metrics_page_of_something_else_is_no_failure(text: str) -> None:
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    app = web.Application()
+    app.router.add_get("/metrics", page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            target = HttpTarget(f"http://127.0.0.1:{runner.addresses[0][1]}", session, ASK)
+            assert await target.draft_totals() is None
+    finally:
+        await runner.cleanup()
+
+
+def test_positions_out_of_all_proportion_cost_nothing() -> None:
+    page = "".join(
+        f"spec_decode_num_{name}_total 1\n" for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    page += 'spec_decode_num_accepted_tokens_per_pos_total{position="999999999999"} 1\n'
+    assert read_draft_totals(page) == DraftTotals(1, 1, 1, ())
+
+
+def drafting_engine() -> FakeEngine:
+    return FakeEngine(Script(step_tokens=3), draft_width=4)
+
+
+# Answers of 8 tokens in steps of 3, 3 and 2: two drafts each, with 2 and 1 tokens accepted.
+DRAFTED = SpeculationFigures(6, 18, 9, 2.5, 0.5, (1.0, 0.5, 0.0, 0.0), (1.0, 0.5, 0.0, None))
+
+
+async def test_a_run_in_this_process_tells_its_acceptance_without_the_warm_up() -> None:
+    (run,) = await run_plan([EngineTarget(drafting_engine(), ASK)], TEXTS, options(warmup=2), silent)
+    assert run.speculation == DRAFTED
+    (run,) = await run_plan([EngineTarget(FakeEngine(), ASK)], TEXTS, options(), silent)
+    assert run.speculation is None
+
+
+async def test_a_run_over_http_tells_the_same() -> None:
+    async with served(drafting_engine()) as server, aiohttp.ClientSession() as session:
+        target = HttpTarget(server.url, session, ASK)
+        await target.open()
+        (run,) = await run_plan([target], TEXTS, options(warmup=2), silent)
+        assert run.speculation == DRAFTED
+    async with serving(FakeServer()) as (url,), aiohttp.ClientSession() as session:
+        assert await HttpTarget(url, session, ASK).draft_totals() is None
+    async with aiohttp.ClientSession() as session:
+        assert await HttpTarget("http://127.0.0.1:1", session, ASK).draft_totals() is None
+
+
+def test_the_table_shows_acceptance_where_there_is_some() -> None:
+    runs = [
+        replace(run_of("A", 20, 2.0, round_index=index), speculation=drafted)
+        for index, drafted in enumerate((DRAFTED, replace(DRAFTED, mean_acceptance_length=3.5), None))
+    ]
+    assert table(runs, options(rounds=3), ["A"]).splitlines()[2] == (
+        "  acceptance length 3.00   drafts accepted up to each place 1.00 0.50 0.00 0.00"
+    )
+
+
+async def test_speculation_flags_reach_the_engine_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built: list[Config] = []
+
+    async def build_engine(config: Config, *, progress: Any) -> FakeEngine:
+        built.append(config)
+        return drafting_engine()
+
+    monkeypatch.setattr("xspec.engine.build.build_engine", build_engine)
+    output = tmp_path / "result.json"
+    words = ["--num_speculative_tokens=4", "--target_verify_width=3", "--concurrency=1", "--num_prompts=3"]
+    assert await bench_main(*words, "--warmup=0", "--max_tokens=8", f"--output={output}") == 0
+    assert [config.speculation for config in built] == [SpeculationConfig("", "auto", 4, False, 3)]
+    assert (
+        "  acceptance length 2.50   drafts accepted up to each place 1.00 0.50 0.00"
+        in capsys.readouterr().out
+    )
+    kept = json.loads(output.read_bytes())
+    assert kept["settings"]["engine"]["target_verify_width"] == 3
+    assert kept["runs"][0]["speculation"] == {
+        "drafts": 6, "draft_tokens": 18, "accepted_tokens": 9, "mean_acceptance_length": 2.5,
+        "acceptance_rate": 0.5, "position_rates": [1.0, 0.5, 0.0, 0.0],
+        "conditional_rates": [1.0, 0.5, 0.0, None],
+    }  # fmt: skip
 
 
 # -- flags -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from server_fake import MODEL, FakeEngine, Script
 import xspec.llm
 import xspec.server.serve
 from xspec.config import Config
+from xspec.core.drafts import DraftTotals
 from xspec.core.request import FinishReason, SamplingParams
 from xspec.engine.api import Engine
 from xspec.errors import ConfigError, EngineDeadError, EngineError, PromptTooLongError, RequestError
@@ -191,6 +192,12 @@ def test_only_given_sampling_flags_override_the_checkpoint(llm: LLM, engine: Fak
     )
 
 
+def test_generate_without_speculation(llm: LLM, engine: FakeEngine) -> None:
+    for words in ((), ("--nospeculative",), ("--speculative=false",), ("--speculative",)):
+        printed(llm, "--prompt=x", *words)
+    assert [call.params.speculative for call in engine.calls] == [True, False, False, True]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -295,6 +302,18 @@ def test_wrong_calls_are_refused(
     with pytest.raises(RequestError) as caught:
         call(llm)
     assert str(caught.value) == message and engine.calls == []
+
+
+def test_completions_of_a_script_tell_what_became_of_drafts(llm: LLM) -> None:
+    assert llm.generate("abcdefgh")[0][0].drafts is None
+    with llm_over(FakeEngine(Script(step_tokens=3), draft_width=4)) as drafting:
+        (first, second), (plain,) = (
+            drafting.generate("abcdefgh", drafting.params(n=2))[0],
+            drafting.generate("abcdefgh", drafting.params(speculative=False))[0],
+        )
+    assert first.drafts == second.drafts == DraftTotals(3, 9, 4, (2, 2, 0, 0))
+    assert plain.drafts == DraftTotals(0, 0, 0, (0, 0, 0, 0))
+    assert first.text == plain.text == "0:abcdefgh"
 
 
 def test_unknown_names_are_refused(llm: LLM) -> None:

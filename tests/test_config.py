@@ -8,12 +8,22 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xspec.config import CacheConfig, Config, Kind, SchedulerConfig, ServiceConfig, Setting, settings
+from xspec.config import (
+    CacheConfig,
+    Config,
+    Kind,
+    SchedulerConfig,
+    ServiceConfig,
+    Setting,
+    SpeculationConfig,
+    settings,
+)
 from xspec.errors import ConfigError
 from xspec.threads import LIBGOMP_SPIN_COUNT, cgroup_cpu_quota, settle_threads, usable_cores
 
@@ -67,6 +77,29 @@ def test_defaults_are_the_documented_ones() -> None:
             {"max_tokens_per_chunk_for_prefill": 0},
             "--max_tokens_per_chunk_for_prefill=0: allowed: -1 or integers from 1",
         ),
+        (
+            {"speculative_algorithm": "Eagle3"},
+            "--speculative_algorithm=Eagle3: allowed: auto, MTP, DSpark",
+        ),
+        (
+            {"speculative_algorithm": "suffix"},
+            "--speculative_algorithm=suffix: allowed: auto, MTP, DSpark",
+        ),
+        ({"speculative_algorithm": ""}, "--speculative_algorithm=: allowed: auto, MTP, DSpark"),
+        (
+            {"num_speculative_tokens": 17},
+            "--num_speculative_tokens=17: allowed: integers from -1 to 16",
+        ),
+        (
+            {"num_speculative_tokens": -2},
+            "--num_speculative_tokens=-2: allowed: integers from -1 to 16",
+        ),
+        ({"target_verify_width": 17}, "--target_verify_width=17: allowed: integers from -1 to 16"),
+        (
+            {"target_verify_width": 4, "num_speculative_tokens": 3},
+            "--target_verify_width=4: allowed: -1 or integers from 0 to --num_speculative_tokens (3)",
+        ),
+        ({"enable_probabilistic_draft": 1}, "--enable_probabilistic_draft=1: allowed: true or false"),
         ({"block_sise": 1}, "--block_sise: unknown flag (did you mean --block_size?)"),
         ({"zzz": 1}, "--zzz: unknown flag"),
     ],
@@ -90,6 +123,22 @@ def test_values_take_their_canonical_form() -> None:
     assert config.service.cors_allow_origins == ("a", "b")
     assert config.service.shutdown_timeout_s == 3.0
     assert config.execution.python_graph_backend == "off"
+
+
+def test_speculation_is_on_by_default_and_algorithms_have_any_case() -> None:
+    assert Config().speculation == SpeculationConfig("", "auto", -1, False, -1)
+    for name, canonical in (("mtp", "MTP"), ("DSPARK", "DSpark"), ("Auto", "auto"), ("MTP", "MTP")):
+        config = Config.from_mapping({"speculative_algorithm": name})
+        assert config.speculation.speculative_algorithm == canonical
+    with pytest.raises(ConfigError, match="--speculative_algorithm=mtp: not in canonical form"):
+        SpeculationConfig(speculative_algorithm="mtp")
+
+
+@pytest.mark.parametrize(("drafted", "verified"), [(3, 3), (3, 0), (3, -1), (-1, 16), (0, 5), (16, 16)])
+def test_verify_widths_that_may_hold(drafted: int, verified: int) -> None:
+    """With -1 the drafter tells its width later; with 0 nothing is verified whatever this says."""
+    flat = {"num_speculative_tokens": drafted, "target_verify_width": verified}
+    assert Config.from_mapping(flat).speculation.target_verify_width == verified
 
 
 def test_sections_are_strict_on_their_own() -> None:
@@ -142,7 +191,10 @@ def _values(setting: Setting) -> st.SearchStrategy[object]:
 def configs(draw: st.DrawFn) -> Config:
     """Any valid Config: some flags set, the others left alone."""
     names = draw(st.sets(st.sampled_from(sorted(settings()))))
-    return Config.from_mapping({name: draw(_values(settings()[name][1])) for name in sorted(names)})
+    flat: dict[str, Any] = {name: draw(_values(settings()[name][1])) for name in sorted(names)}
+    if flat.get("target_verify_width", -1) > flat.get("num_speculative_tokens", -1) > 0:
+        del flat["target_verify_width"]
+    return Config.from_mapping(flat)
 
 
 @given(configs())

@@ -98,6 +98,7 @@ WRONG: list[tuple[str, Any]] = [
     ("stop_token_ids", (-1,)), ("stop_token_ids", [1]), ("stop_token_ids", ("1",)),
     ("logit_bias", {5: NAN}), ("logit_bias", {5: INF}), ("logit_bias", {"5": 1.0}),
     ("logit_bias", {-1: 1.0}), ("logit_bias", [5]),
+    ("speculative", 1), ("speculative", None), ("speculative", "no"),
 ]  # fmt: skip
 
 

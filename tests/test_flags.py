@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_config import configs
 
-from xspec.config import Config, Kind, Setting, settings
+from xspec.config import Config, Kind, Setting, SpeculationConfig, settings
 from xspec.errors import ConfigError
 from xspec_cli import gflags
 from xspec_cli.flags import Status, engine_flags, table
@@ -229,6 +229,7 @@ XLLM_DEFAULTS = {
     "host": "", "enable_json_object_output": True, "block_size": 128, "max_tokens_per_batch": 10240,
     "enable_schedule_overlap": False,
     "enable_task_pipeline": False, "enable_graph": False, "python_graph_backend": "off",
+    "speculative_algorithm": "MTP", "num_speculative_tokens": 0,
 }  # fmt: skip
 
 
@@ -316,10 +317,20 @@ def test_help_shows_types_defaults_and_only_what_works() -> None:
             "--enable_in_batch_prefix_cache=true: allowed: false (not in this version yet)",
         ),
         ("--reasoning_parser=auto", '--reasoning_parser=auto: allowed: "" (not in this version yet)'),
-        ("--draft_model=/m", '--draft_model=/m: allowed: "" (speculation is not in this version yet)'),
         (
-            "--num_speculative_tokens=5",
-            "--num_speculative_tokens=5: allowed: 0 (speculation is not in this version yet)",
+            "--speculative_algorithm=DFlash2",
+            "--speculative_algorithm=DFlash2: allowed: auto, MTP, DSpark",
+        ),
+        ("--num_speculative_tokens=17", "--num_speculative_tokens=17: allowed: integers from -1 to 16"),
+        (
+            "--enable_adaptive_draft_step",
+            "--enable_adaptive_draft_step=true: allowed: false "
+            "(adaptive speculation is not in this version yet)",
+        ),
+        (
+            "--adaptive_target_verify_cost_table=t.json",
+            '--adaptive_target_verify_cost_table=t.json: allowed: "" '
+            "(adaptive speculation is not in this version yet)",
         ),
         ("--npu_kernel_backend=FOO", "--npu_kernel_backend=FOO: allowed: AUTO, ATB, TORCH"),
         (
@@ -343,10 +354,23 @@ def test_refusals(word: str, message: str) -> None:
 def test_neutral_values_and_other_cases_are_accepted() -> None:
     result = launch(
         "--nnodes=1", "--dp_size=1", "--cp_size=1", "--enable_unified_mtp_graph=false", "--backend=llm",
-        "--speculative_algorithm=mtp", "--priority_strategy=FCFS", "--enable_adaptive_draft_step=false",
+        "--speculative_algorithm=AUTO", "--priority_strategy=FCFS", "--enable_adaptive_draft_step=false",
         "--kv_split_size=0", "--noenable_disagg_pd",
     )  # fmt: skip
     assert result.config == Config() and result.notes == ()
+
+
+def test_speculation_flags_reach_the_config_in_any_case() -> None:
+    words = ("--speculative_algorithm=dspark", "--target_verify_width=3", "--enable_probabilistic_draft")
+    result = launch(*words, "--draft_model=d", "--num_speculative_tokens=7", "--enable_opt_validate_probs")
+    assert result.config.speculation == SpeculationConfig("d", "DSpark", 7, True, 3)
+    assert result.notes == (
+        "--enable_opt_validate_probs=true: accepted, has no effect here because verification needs no "
+        "draft probabilities",
+    )
+    assert mistakes("--num_speculative_tokens=2", "--target_verify_width=3") == [
+        "--target_verify_width=3: allowed: -1 or integers from 0 to --num_speculative_tokens (2)"
+    ]
 
 
 def test_a_copied_launch_line_gets_every_reason_at_once() -> None:
@@ -361,14 +385,16 @@ def test_a_copied_launch_line_gets_every_reason_at_once() -> None:
     )
     named = [message.split("=")[0] for message in mistakes(*line.split())]
     assert named == [
-        "--draft_model", "--nnodes", "--num_speculative_tokens", "--enable_adaptive_draft_step",
-        "--python_graph_backend",
+        "--nnodes", "--enable_adaptive_draft_step", "--python_graph_backend",
     ]  # fmt: skip
     kept = [word for word in line.split() if word.split("=")[0] not in named]
     result = launch(*kept)
     assert result.config == Config.from_mapping(
-        {"model": "/models/target", "port": 8000, "max_seqs_per_batch": 16}
-    )
+        {
+            "model": "/models/target", "port": 8000, "max_seqs_per_batch": 16, "draft_model": "/models/mtp",
+            "speculative_algorithm": "MTP", "num_speculative_tokens": 5,
+        }
+    )  # fmt: skip
     assert result.notes == (
         "--model_impl=python: accepted, has no effect here because each model family has one implementation",
         "--npu_kernel_backend=TORCH: accepted, has no effect here because it chooses an NPU kernel",

@@ -14,9 +14,9 @@ from xspec.kernels import cpu
 from xspec.kernels.base import AttentionShape
 from xspec.kernels.cpu import CpuKernels, OneDnnLinear
 from xspec.kernels.reference import ReferenceKernels
-from xspec.kv.layout import KVLayout
+from xspec.kv.layout import KVLayout, Planes
 from xspec.kv.pool import KVPool
-from xspec.nn.inputs import ForwardInputs, Segment
+from xspec.nn.inputs import ForwardInputs, Ragged, Segment
 from xspec.nn.rope import Rope, RopeConfig, RopeScaling, inverse_frequencies
 from xspec.platform.cpu import CpuPlatform, memory_bytes
 from xspec.platform.select import select_platform
@@ -179,6 +179,60 @@ def test_attention(case: str, heads: int, kv_heads: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernels", [CpuKernels(), ReferenceKernels()])
+def test_ragged_rows_see_what_they_would_see_alone(
+    kernels: CpuKernels | ReferenceKernels, dtype: torch.dtype
+) -> None:
+    """Four sequences with 3, 1, 0 and 2 rows, and two padding rows, against one segment a row."""
+    block, counts, ends, width = 4, [3, 1, 0, 2], [9, 5, 1, 7], 4
+    table = torch.arange(1, 13).view(4, 3)
+    lanes = [lane for lane, count in enumerate(counts) for _ in range(count)]
+    positions = [ends[lane] - count + j for lane, count in enumerate(counts) for j in range(count)]
+    flat = [lane * width + j for lane, count in enumerate(counts) for j in range(count)]
+    first = [0, 3, 4, 4]
+    dense = [min(first[lane] + j, 7) for lane in range(4) for j in range(width)]
+    ragged = Ragged(torch.tensor(dense), torch.tensor([*flat, 0, 0]))
+    at = torch.tensor([*positions, 0, 0])
+    shape = AttentionShape(4, 2, 8, 0.3, dtype)
+    slab = CpuKernels().kv_slab(14, block, 2, 8, dtype).copy_(randn(4, 14, block, 8, dtype=dtype, seed=7))
+    q = randn(8, 4, 8, dtype=dtype, seed=3)
+    inputs = ForwardInputs(at, at, at + 1, table, (Segment(0, 4, width, 3, 0),), ragged)
+    found = kernels.paged_attention(inputs, shape, slab).attend(q, slab)
+    assert found.shape == (8, 32) and found.isfinite().all()
+    alone = ForwardInputs(
+        at[:6], at[:6], at[:6] + 1, table[lanes], tuple(Segment(n, 1, 1, 3, n) for n in range(6))
+    )
+    expected = ReferenceKernels().paged_attention(alone, shape, slab).attend(q[:6], slab)
+    close(found[:6], expected, dtype)
+
+
+@pytest.mark.parametrize("kernels", [CpuKernels(), ReferenceKernels()])
+def test_keys_before_the_first_are_never_seen(kernels: CpuKernels | ReferenceKernels) -> None:
+    """With first_key 1 a row of n keys mixes the last n - 1; a row whose only key is 0 keeps it."""
+    dtype = torch.float64
+    slab = kernels.kv_slab(3, 4, 1, 8, dtype).copy_(randn(2, 3, 4, 8, dtype=dtype))
+    at = torch.tensor([0, 1, 6])
+    segments = tuple(Segment(n, 1, 1, 2, n) for n in range(3))
+    inputs = ForwardInputs(at, at, at + 1, torch.tensor([[1, 2]] * 3), segments)
+    q = randn(3, 2, 8, dtype=dtype, seed=1)
+    shape = AttentionShape(2, 1, 8, 0.3, dtype, first_key=1)
+    found = kernels.paged_attention(inputs, shape, slab).attend(q, slab).view(3, 2, 8)
+    keys, values = slab[:, 1:].flatten(1, 2)
+    for row, seen in enumerate([slice(0, 1), slice(1, 2), slice(1, 7)]):
+        expected = torch.softmax(q[row] @ keys[seen].T * 0.3, -1) @ values[seen]
+        close(found[row], expected, dtype)
+
+
+@pytest.mark.parametrize("kernels", [CpuKernels(), ReferenceKernels()])
+def test_keys_and_values_are_stored_at_any_slot(kernels: CpuKernels | ReferenceKernels) -> None:
+    slab = kernels.kv_slab(3, 4, 1, 8, torch.float64)
+    kv = randn(2, 2, 8, dtype=torch.float64)
+    kernels.store_kv(slab, kv, torch.tensor([9, 2]))
+    assert torch.equal(slab[:, 2, 1], kv[0]) and torch.equal(slab[:, 0, 2], kv[1])
+    assert int((slab != 0).any(-1).sum()) == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_hidden_keys_weigh_exactly_nothing(dtype: torch.dtype) -> None:
     """Huge numbers past every length and on the scratch page leave the result bit for bit as it was."""
     inputs, slab = make_case("everything", 4, 2, dtype)
@@ -213,20 +267,31 @@ def test_tiles_and_unkept_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pool_and_layout() -> None:
-    layout = KVLayout(planes=3, kv_heads=2, head_dim=8, block_size=16, dtype=torch.bfloat16)
+    planes = Planes(3, kv_heads=2, head_dim=8)
+    layout = KVLayout(planes, block_size=16, dtype=torch.bfloat16)
     assert layout.token_bytes == 2 * 3 * 2 * 8 * 2
     assert layout.page_bytes == 16 * 192
     assert layout.pages_for(10 * 16 * 192 + 5) == 10
     assert layout.pages_for(-1) == 0
     assert [layout.pages_of(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
-    pool = KVPool(layout, 10, CpuKernels())
-    assert (pool.usable_pages, len(pool.slabs), pool.bytes) == (9, 3, 10 * 3072)
+    pool = KVPool(layout, 10, CpuKernels(), torch.device("cpu"))
+    assert (pool.usable_pages, pool.sink_page, len(pool.slabs), pool.bytes) == (8, 9, 3, 10 * 3072)
     assert sum(slab.nbytes for slab in pool.slabs) == pool.bytes
     assert all(slab.dtype == torch.bfloat16 and not slab.any() for slab in pool.slabs)
-    with pytest.raises(ConfigError, match="at least 2 pages.*--max_cache_size"):
-        KVPool(layout, 1, CpuKernels())
+    with pytest.raises(ConfigError, match="at least 3 pages.*--max_cache_size"):
+        KVPool(layout, 2, CpuKernels(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="--block_size=0"):
-        KVLayout(planes=3, kv_heads=2, head_dim=8, block_size=0, dtype=torch.bfloat16)
+        KVLayout(planes, block_size=0, dtype=torch.bfloat16)
+
+
+def test_a_drafter_adds_its_planes_and_state_to_every_page() -> None:
+    draft = Planes(2, kv_heads=1, head_dim=4, page_state=10)
+    layout = KVLayout(Planes(3, kv_heads=2, head_dim=8), block_size=16, dtype=torch.bfloat16, draft=draft)
+    assert layout.token_bytes == 192 + 2 * 2 * 4 * 2
+    assert layout.page_bytes == 16 * 224 + 20
+    pool = KVPool(layout, 10, CpuKernels(), torch.device("cpu"))
+    assert (len(pool.target), len(pool.draft), pool.page_state.shape) == (3, 2, (10, 10))
+    assert sum(slab.nbytes for slab in pool.slabs) + pool.page_state.nbytes == pool.bytes
 
 
 def test_cpu_platform() -> None:

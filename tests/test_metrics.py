@@ -7,6 +7,7 @@ import sys
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from xspec.core.drafts import DraftCounts, DraftTotals
 from xspec.core.request import FinishReason
 from xspec.core.round import RoundFeedback, RowFeedback, SpeculationPlan
 from xspec.core.shapes import RoundShape
@@ -58,8 +59,8 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def feedback(round_ms: float | None) -> RoundFeedback:
-    rows = (RowFeedback(sequence_id=1, proposed=0, admitted=0, verified=1, committed=3),)
-    plan = SpeculationPlan(plan_id=1, policy="fixed", draft_steps=0)
+    rows = (RowFeedback(sequence_id=1, proposed=4, admitted=4, verified=4, committed=3),)
+    plan = SpeculationPlan(plan_id=1, policy="fixed", draft_steps=4)
     return RoundFeedback(plan, RoundShape(0, 4, 7, 1), rows, round_ms, prefill_tokens=7, committed_tokens=3)
 
 
@@ -94,7 +95,7 @@ def test_a_round_counts_its_tokens_and_its_time_only_in_steady_state() -> None:
     metrics.round_retired(feedback(None))
     metrics.round_retired(feedback(8.0))
     assert value(metrics, "rounds_total") == 2
-    assert value(metrics, "generation_tokens_total") == 6
+    assert value(metrics, "generation_tokens_total") == 0, "they count when they are delivered"
     assert value(metrics, "iteration_tokens_total_sum") == 20
     assert value(metrics, "iteration_tokens_total_count") == 2
     assert value(metrics, "iteration_tokens_total_bucket", le="8.0") == 0
@@ -102,6 +103,61 @@ def test_a_round_counts_its_tokens_and_its_time_only_in_steady_state() -> None:
     assert value(metrics, "round_time_ms_count") == 1
     assert value(metrics, "round_time_ms_bucket", le="6.0") == 0
     assert value(metrics, "round_time_ms_bucket", le="8.0") == 1, "an edge belongs to its bucket"
+
+
+SPECULATION = {
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_verified_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_committed_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+}
+RATES = {"spec_decode_mean_acceptance_length", "spec_decode_conditional_acceptance_rate_per_pos"}
+
+
+def names(metrics: Metrics) -> set[str]:
+    return {name.removeprefix("xspec:") for name, _ in samples(metrics)}
+
+
+def test_series_of_speculation_are_there_with_a_drafter_and_rates_once_it_drafted() -> None:
+    assert names(Metrics("m", draft_width=3)) == SERIES | SPECULATION
+    metrics = Metrics("m", draft_width=3)
+    metrics.delivered(1, DraftCounts(3, 3, 0))
+    assert names(metrics) == SERIES | SPECULATION | RATES
+    plain = Metrics("m")
+    plain.delivered(2)
+    assert names(plain) == SERIES and plain.draft_totals() is None
+    assert value(plain, "generation_tokens_total") == 2
+
+
+def test_drafts_are_counted_by_position() -> None:
+    metrics = Metrics("m", draft_width=3)
+    metrics.delivered(1)  # the token of a prompt: no draft
+    metrics.delivered(4, DraftCounts(3, 3, 3))
+    metrics.delivered(2, DraftCounts(3, 2, 1))
+    metrics.delivered(1, DraftCounts(3, 3, 0))
+    metrics.delivered(1, DraftCounts(1, 1, 1))  # a stop string cut it there
+    assert value(metrics, "generation_tokens_total") == 9
+    assert value(metrics, "spec_decode_num_drafts_total") == 4
+    assert value(metrics, "spec_decode_num_draft_tokens_total") == 10
+    assert value(metrics, "spec_decode_num_verified_tokens_total") == 9
+    assert value(metrics, "spec_decode_num_accepted_tokens_total") == 5
+    assert value(metrics, "spec_decode_num_committed_tokens_total") == 8
+    per_position = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(metrics, per_position, position=str(i)) for i in range(3)] == [3, 1, 1]
+    conditional = "spec_decode_conditional_acceptance_rate_per_pos"
+    assert [value(metrics, conditional, position=str(i)) for i in range(3)] == [0.75, 1 / 3, 1.0]
+    assert value(metrics, "spec_decode_mean_acceptance_length") == 2.25
+    assert metrics.draft_totals() == DraftTotals(4, 10, 5, (3, 1, 1))
+
+
+def test_a_position_nobody_reached_has_no_rate() -> None:
+    metrics = Metrics("m", draft_width=3)
+    metrics.delivered(1, DraftCounts(3, 3, 0))
+    text = metrics.render()[0].decode()
+    rates = [line for line in text.splitlines() if line.startswith("xspec:spec_decode_conditional")]
+    assert rates == ['xspec:spec_decode_conditional_acceptance_rate_per_pos{model_name="m",position="0"} 0.0']
 
 
 def test_inter_token_time_is_shared_by_the_tokens_of_an_output() -> None:

@@ -63,7 +63,7 @@ def test_draw_reports_the_raw_distribution() -> None:
     ]
     state = SamplingState(4, 3, CPU)
     for row, p in enumerate(params, 1):
-        state.bind(row, RowBind(row, row, p, 7, 0, 1, (0, 0, 0), ()))
+        state.bind(row, RowBind(row, row, p, 7, 0, 1, (0, 0, 0), (), max_len=1000))
     drawn = draw(logits, torch.tensor([1, 2, 3]), torch.tensor([3, 3, 3]), state, needs_of(params))
     assert drawn.tokens.tolist() == [2, 2, 1]  # the last: 3 - 2 * 2 against 2
     assert drawn.logprobs is not None and drawn.logprobs.rows == (0, 2)

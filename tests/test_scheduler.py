@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,30 +11,61 @@ from hypothesis import strategies as st
 from paged_fake import FakeDevice, InlineLauncher, oracle, sequence
 
 from xspec.core.request import FinishReason, Output
+from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.core.sequence import Sequence, Status
 from xspec.core.shapes import BucketGrid
 from xspec.exec.driver import Driver
 from xspec.exec.pipeline import Pipeline
+from xspec.policy.base import Policy, PolicyView
 from xspec.policy.fixed import FixedPolicy
 from xspec.sched.pages import PageAllocator
 from xspec.sched.scheduler import Limits, Scheduler
+
+
+class ChangingPolicy:
+    """Another K every round, 0 included, and sometimes fewer verified than drafted."""
+
+    name = "changing"
+
+    def __init__(self, seed: int, block: int = 0, most: int = 7) -> None:
+        self._rng, self._block, self._most = random.Random(seed), block, most
+
+    def plan(self, view: PolicyView) -> SpeculationPlan:
+        steps = self._block or self._rng.randint(0, self._most)
+        verify = self._rng.choice([None, self._rng.randint(0, steps)])
+        return SpeculationPlan(view.plan_id, self.name, steps if verify != 0 else 0, verify)
+
+    def observe(self, feedback: RoundFeedback) -> None:
+        for row in feedback.rows:
+            assert 0 <= row.verified <= row.proposed <= feedback.plan.draft_steps
+            assert row.committed <= row.verified + 1
 
 
 class Rig:
     """A driver over a fake device, stepped by hand."""
 
     def __init__(
-        self, *, pages: int = 64, block_size: int = 4, slots: int = 2, prefix_cache: bool = True, **limits
+        self,
+        *,
+        pages: int = 64,
+        block_size: int = 4,
+        slots: int = 2,
+        prefix_cache: bool = True,
+        policy: Policy | None = None,
+        draft_block: int = 0,
+        **limits,
     ) -> None:
         values = {"max_tokens_per_batch": 64, "max_seqs_per_batch": 8, "max_tokens_per_chunk": 64, **limits}
         self.allocator = PageAllocator(pages, block_size, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
-            self.allocator, Limits(**values), BucketGrid.graph(values["max_seqs_per_batch"])
+            self.allocator,
+            Limits(**values),
+            BucketGrid.graph(values["max_seqs_per_batch"]),
+            draft_block=draft_block,
         )
-        self.device = FakeDevice(block_size)
-        self.driver = Driver(
-            self.scheduler, FixedPolicy(), Pipeline(self.device, InlineLauncher(), slots), clock_s=lambda: 0.0
-        )
+        self.device = FakeDevice(block_size, draft_block=draft_block)
+        pipeline = Pipeline(self.device, InlineLauncher(), slots)
+        self.driver = Driver(self.scheduler, policy or FixedPolicy(), pipeline, clock_s=lambda: 0.0)
         self.outputs: dict[str, list[Output]] = {}
 
     def turn(self) -> bool:
@@ -62,6 +94,39 @@ class Rig:
 
     def tokens(self, s: Sequence) -> list[int]:
         return [t for output in self.outputs.get(s.request.id, []) for t in output.token_ids]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("steps,verify,block", [(3, None, 0), (7, 2, 7), (5, 5, 5), (16, None, 0)])
+def test_rounds_that_commit_several_tokens(slots: int, steps: int, verify: int | None, block: int) -> None:
+    rig = Rig(slots=slots, policy=FixedPolicy(steps, verify), draft_block=block)
+    seqs = [sequence(i, [i] * (1 + 3 * i), max_tokens=9 + i) for i in range(6)]
+    for s in seqs:
+        rig.scheduler.add(s)
+    rig.run()
+    for s in seqs:
+        assert rig.tokens(s) == oracle([s.id] * (1 + 3 * s.id), 0, 9 + s.id, set())
+    several = [o for outputs in rig.outputs.values() for o in outputs if len(o.token_ids) > 1]
+    assert several, "no draft was ever accepted"
+
+
+def test_the_end_of_a_budget_costs_no_pause() -> None:
+    """6 tokens left and 7 drafts a round: the next round is planned before this one has retired."""
+    rig = Rig(slots=2, policy=FixedPolicy(7))
+    rig.scheduler.add(sequence(1, [1], max_tokens=6))
+    assert [rig.turn() for _ in range(2)] == [True, True]
+    assert len(rig.device.rounds) == 2  # prefill, then a decode round that may end it
+    rig.run()
+    assert len(rig.tokens(rig_sequence := sequence(1, [1], max_tokens=6))) == 6, rig_sequence
+
+
+def test_drafts_leave_prompts_half_of_a_batch() -> None:
+    rig = Rig(policy=FixedPolicy(7), max_tokens_per_batch=16, max_tokens_per_chunk=16)
+    for i in range(8):
+        rig.scheduler.add(sequence(i, [i] * 8, max_tokens=20))
+    rig.run()
+    mixed = [p for p in rig.device.rounds if p.batch.chunks and len(p.batch.rows) > 1]
+    assert mixed and all(p.shape.prefill_tokens <= 8 for p in mixed)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -339,6 +404,10 @@ def test_any_load_on_any_pool_keeps_the_text(data: st.DataObject) -> None:
         max_seqs_per_batch=data.draw(st.integers(1, 8), label="rows"),
         mix_batch=data.draw(st.booleans(), label="mix"),
         admission_memory_threshold=data.draw(st.sampled_from([0.5, 0.95, 1.0]), label="threshold"),
+        draft_block=(block := data.draw(st.sampled_from([0, 0, 5]), label="draft block")),
+        policy=ChangingPolicy(data.draw(st.integers(0, 99), label="policy"), block)
+        if data.draw(st.booleans(), label="speculates")
+        else None,
     )
     rng = random.Random(data.draw(st.integers(0, 2**16), label="load"))
     seqs: list[tuple[Sequence, list[int], int, set[int]]] = []
@@ -348,6 +417,8 @@ def test_any_load_on_any_pool_keeps_the_text(data: st.DataObject) -> None:
         stops = {rng.randint(0, 49) for _ in range(rng.randint(0, 2))}
         answer = rng.randint(1, longest - len(prompt))
         s = sequence(i, prompt, max_tokens=answer, stop_ids=stops, seed=rng.randint(0, 2))
+        if rng.random() < 0.2:
+            s.request = replace(s.request, params=replace(s.request.params, speculative=False))
         seqs.append((s, prompt, answer, stops))
     late = list(seqs)
     for _ in range(3000):

@@ -48,13 +48,13 @@ def test_every_sampling_field_arrives() -> None:
         max_tokens=7, min_tokens=2, temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, presence_penalty=-2,
         frequency_penalty=2, repetition_penalty=1.1, logit_bias={"5": -100, "256": 1.5}, stop=["a", "b", "a"],
         stop_token_ids=[1, 2], ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False,
-        seed=-(2**63), n=3, best_of=3, logprobs=2, echo=True,
+        seed=-(2**63), n=3, best_of=3, logprobs=2, echo=True, speculative=False,
     ).common.params  # fmt: skip
     assert params == SamplingParams(
         max_tokens=7, min_tokens=2, temperature=0.5, top_k=0, top_p=0.9, min_p=0.1, presence_penalty=-2.0,
         frequency_penalty=2.0, repetition_penalty=1.1, logit_bias={5: -100.0, 256: 1.5}, stop=("a", "b"),
         stop_token_ids=(1, 2), ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False,
-        seed=-(2**63), n=3, logprobs=2, prompt_logprobs=2,
+        seed=-(2**63), n=3, logprobs=2, prompt_logprobs=2, speculative=False,
     )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ def test_null_is_an_omitted_field() -> None:
         "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "n",
         "best_of", "logprobs", "echo", "stream", "stream_options", "user", "request_id", "suffix", "tools",
         "response_format", "model", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens",
+        "speculative",
     )  # fmt: skip
     assert completion(**dict.fromkeys(names)) == completion()
 
@@ -106,6 +107,7 @@ def test_a_float_that_is_an_integer_counts_as_one() -> None:
             {"1": -100.5}, {"1": "2"}, {"1": None}, {"1": True}, {"9" * 5000: 1},
         ],
         "ignore_eos": [1, "true", []],
+        "speculative": [0, 1, "false", [], {}],
         "skip_special_tokens": [0, "false"],
         "include_stop_str_in_output": [1],
         "add_special_tokens": ["no"],

@@ -43,6 +43,7 @@ def test_frames_are_the_json_they_stand_for() -> None:
         == b'data: {"id":"a","choices":[{}],"usage":{"total_tokens":1}}\n\n'
     )
     assert null.usage({"total_tokens": 1}) == b'data: {"id":"a","choices":[],"usage":{"total_tokens":1}}\n\n'
+    assert null.usage({}, {"x": None}) == b'data: {"id":"a","choices":[],"usage":{},"metrics":{"x":null}}\n\n'
 
 
 async def test_a_completion_stream_is_exactly_this() -> None:

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from xspec.core.drafts import DraftCounts
 from xspec.core.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from xspec.engine.api import TextOutput
 from xspec.engine.text import ChoiceText
@@ -99,6 +100,23 @@ def test_a_stop_string_cuts_the_run_of_tokens(tokenizer: Tokenizer, include: boo
     assert [entry.logprob for entry in out.logprobs] == [0.0, -1.0]
     assert (out.completion_tokens, out.finish_reason, out.stop_reason) == (6, FinishReason.STOP, "STOP")
     assert run.text.stopped
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts", "left"),
+    [
+        ("OPxyz", DraftCounts(6, 5, 4), DraftCounts(2, 2, 2)),  # cut inside the accepted run
+        ("OP", DraftCounts(6, 5, 1), DraftCounts(2, 2, 1)),  # it ends at the target's own token
+        ("ab", DraftCounts(6, 5, 1), DraftCounts(6, 5, 1)),
+        ("OPx", None, None),
+    ],
+)
+def test_drafts_count_up_to_a_stop_string(
+    tokenizer: Tokenizer, text: str, drafts: DraftCounts | None, left: DraftCounts | None
+) -> None:
+    run = Harness(tokenizer, stop=("STOP",))
+    run.push("ST")
+    assert run.push(text, drafts=drafts).drafts == left
 
 
 def test_a_stop_string_inside_one_token(tokenizer: Tokenizer) -> None:

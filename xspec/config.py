@@ -20,6 +20,9 @@ from xspec.errors import ConfigError
 
 Value = bool | int | float | str | tuple[str, ...]
 
+MAX_DRAFT_STEPS = 16
+"""Most tokens drafted for a request in one round."""
+
 
 class Kind(enum.StrEnum):
     """Type of a flag, in gflags' words. LIST is a comma-separated string holding several."""
@@ -54,6 +57,7 @@ class Setting:
     high: float | None = None
     choices: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()  # other spellings of choices, replaced on the way in
+    any_case: bool = False  # choices are matched without regard to case
     nonempty: bool = False
     secret: bool = False  # never shown, dumped or logged
 
@@ -118,6 +122,8 @@ class Setting:
         if self.secret and not (value.isascii() and value.isprintable()):
             return None  # it has to travel in an HTTP header
         value = dict(self.aliases).get(value, value)
+        if self.any_case:
+            value = {choice.casefold(): choice for choice in self.choices}.get(value.casefold(), value)
         return value if not self.choices or value in self.choices else None
 
 
@@ -208,7 +214,31 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Drafting and verifying: no drafter can be loaded yet, so nothing is set here."""
+    """Drafting and verifying.
+
+    Which drafter "auto" means: with a `draft_model` what its config.json says, without one that shipped
+    with the embedded model; any other model then runs without speculation. "MTP" without a `draft_model`
+    are the MTP layers inside the target's own checkpoint.
+    """
+
+    draft_model: str = _setting(Kind.STRING, "")
+    speculative_algorithm: str = _setting(
+        Kind.STRING, "auto", choices=("auto", "MTP", "DSpark"), any_case=True
+    )
+    num_speculative_tokens: int = _setting(Kind.INT32, -1, low=-1, high=MAX_DRAFT_STEPS)
+    """K: tokens drafted a round. 0: no speculation. -1: the drafter's own width (the block of a DSpark
+    drafter, what a shipped drafter recommends); a drafter without one needs a number."""
+    enable_probabilistic_draft: bool = _setting(Kind.BOOL, False)  # draw drafts with the target's own noise
+    target_verify_width: int = _setting(Kind.INT32, -1, low=-1, high=MAX_DRAFT_STEPS)
+    """Drafts verified of each request and round; -1: all. Checked against K here where K is a number."""
+
+    def __post_init__(self) -> None:
+        _check_section(self)
+        if self.target_verify_width > self.num_speculative_tokens > 0:
+            raise ConfigError(
+                f"--target_verify_width={self.target_verify_width}: allowed: -1 or integers from 0 to "
+                f"--num_speculative_tokens ({self.num_speculative_tokens})"
+            )
 
 
 @dataclass(frozen=True, slots=True)

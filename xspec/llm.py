@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from xspec.config import Config
+from xspec.core.drafts import DraftTally, DraftTotals
 from xspec.core.request import FinishReason, SamplingParams, TokenLogprob
 from xspec.engine.api import Engine, TextOutput
 from xspec.errors import ConfigError, EngineDeadError, EngineError, RequestError
@@ -48,6 +49,7 @@ class Completion:
     cached_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on choice 0
+    drafts: DraftTotals | None = None  # what became of drafts; None where no drafter is loaded
 
 
 class LLM:
@@ -188,11 +190,12 @@ class LLM:
         return [task.result() for task in tasks]
 
     async def _collect(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Completion]:
-        drafts = [_Gathered() for _ in range(params.n)]
+        width = self._engine.draft_width
+        choices = [_Gathered(DraftTally(width) if width else None) for _ in range(params.n)]
         async with contextlib.aclosing(self._outputs(prompt, params)) as outputs:
             async for output in outputs:
-                drafts[output.choice].add(output)
-        return [draft.completion() for draft in drafts]
+                choices[output.choice].add(output)
+        return [choice.completion() for choice in choices]
 
     async def _outputs(
         self, prompt: tuple[int, ...], params: SamplingParams
@@ -230,6 +233,7 @@ class LLM:
 class _Gathered:
     """Outputs of one choice on their way to a Completion."""
 
+    tally: DraftTally | None
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -240,6 +244,8 @@ class _Gathered:
         self.texts.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
+        if self.tally is not None and output.drafts is not None:
+            self.tally.add(output.drafts, len(output.token_ids))
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.last = output
@@ -257,6 +263,7 @@ class _Gathered:
             cached_tokens=self.last.cached_tokens,
             logprobs=tuple(self.logprobs),
             prompt_logprobs=self.prompt_logprobs,
+            drafts=None if self.tally is None else self.tally.totals(),
         )
 
 

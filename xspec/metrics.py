@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from xspec.core.drafts import DraftCounts, DraftTally, DraftTotals
 from xspec.core.request import FinishReason
 from xspec.core.round import RoundFeedback
 
@@ -47,6 +48,21 @@ class _Family(Protocol):
     def render(self, model_name: str) -> Metric: ...
 
 
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    about: str,
+    model_name: str,
+    samples: Iterable[tuple[str, float]],
+    label: str | None = None,
+) -> Metric:
+    """A family of (value of the label, amount) samples; without a label there is one sample at most."""
+    family = kind(PREFIX + name, about, labels=["model_name", *([] if label is None else [label])])
+    for value, amount in samples:
+        family.add_metric([model_name] if label is None else [model_name, value], amount)
+    return family
+
+
 class _Counter:
     """A monotone count, or several under one label."""
 
@@ -60,11 +76,8 @@ class _Counter:
         self.values[value] = self.values.get(value, 0) + amount
 
     def render(self, model_name: str) -> Metric:
-        labels = ["model_name"] if self.label is None else ["model_name", self.label]
-        family = CounterMetricFamily(PREFIX + self.name, self.about, labels=labels)
-        for value, count in self.values.items():
-            family.add_metric([model_name] if self.label is None else [model_name, value], count)
-        return family
+        samples = self.values.items()
+        return _family(CounterMetricFamily, self.name, self.about, model_name, samples, self.label)
 
 
 class _Gauge:
@@ -75,9 +88,7 @@ class _Gauge:
         self.value: float = 0.0
 
     def render(self, model_name: str) -> Metric:
-        family = GaugeMetricFamily(PREFIX + self.name, self.about, labels=["model_name"])
-        family.add_metric([model_name], self.value)
-        return family
+        return _family(GaugeMetricFamily, self.name, self.about, model_name, [("", self.value)])
 
 
 class _Histogram:
@@ -105,11 +116,59 @@ class _Histogram:
         return family
 
 
-class Metrics(Collector):
-    """What one engine counts. Called on the event loop thread only, so nothing here locks."""
+class _Drafts:
+    """Speculation in vLLM's counters, and the rates that xLLM shows (since the start of the engine)."""
 
-    def __init__(self, model_name: str, *, max_model_len: int = 131072) -> None:
+    def __init__(self, width: int) -> None:
+        self.tally = DraftTally(width)
+
+    def render(self, model_name: str) -> Iterator[Metric]:
+        totals = self.tally.totals()
+        for name, about, count in (
+            ("drafts", "Rows of rounds for which tokens were drafted.", totals.drafts),
+            ("draft_tokens", "Tokens drafted.", totals.draft_tokens),
+            ("verified_tokens", "Drafted tokens that the target verified.", self.tally.verified_tokens),
+            ("accepted_tokens", "Drafted tokens that were accepted.", totals.accepted_tokens),
+            ("committed_tokens", "Answer tokens of rows with drafts.", self.tally.committed_tokens),
+        ):
+            samples = [("", float(count))]
+            yield _family(CounterMetricFamily, f"spec_decode_num_{name}", about, model_name, samples)
+        yield _family(
+            CounterMetricFamily,
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts of which the token at this position was accepted.",
+            model_name,
+            ((str(i), count) for i, count in enumerate(totals.accepted_per_position)),
+            "position",
+        )
+        length = totals.mean_acceptance_length
+        yield _family(
+            GaugeMetricFamily,
+            "spec_decode_mean_acceptance_length",
+            "Accepted tokens of a draft and the target's own.",
+            model_name,
+            [] if length is None else [("", length)],
+        )
+        yield _family(
+            GaugeMetricFamily,
+            "spec_decode_conditional_acceptance_rate_per_pos",
+            "Share of the drafts accepted up to the position before that were accepted here too.",
+            model_name,
+            ((str(i), rate) for i, rate in enumerate(totals.conditional_rates) if rate is not None),
+            "position",
+        )
+
+
+class Metrics(Collector):
+    """What one engine counts. Called on the event loop thread only, so nothing here locks.
+
+    `draft_width`: most tokens drafted in a round. 0: no drafter is loaded, and no series speaks of drafts.
+    """
+
+    def __init__(self, model_name: str, *, max_model_len: int = 131072, draft_width: int = 0) -> None:
         self._model_name = model_name
+        self.draft_width = draft_width
+        self._drafts = _Drafts(draft_width) if draft_width else None
         tokens = _tokens_upto(max_model_len)
         reasons = [str(reason) for reason in FinishReason]
         self._running = _Gauge("num_requests_running", "Requests in execution.")
@@ -117,7 +176,7 @@ class Metrics(Collector):
         self._kv_used = _Gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is all of them.")
         self._preemptions = _Counter("num_preemptions", "Sequences whose pages were taken back.")
         self._prompt_tokens = _Counter("prompt_tokens", "Prompt tokens of admitted requests.")
-        self._generated_tokens = _Counter("generation_tokens", "Tokens committed to answers.")
+        self._generated_tokens = _Counter("generation_tokens", "Tokens delivered in answers.")
         self._prefix_queries = _Counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._prefix_hits = _Counter("prefix_cache_hits", "Prompt tokens found in the cache.")
         self._success = _Counter("request_success", "Choices ended, by reason.", "finished_reason", reasons)
@@ -148,10 +207,15 @@ class Metrics(Collector):
 
     def round_retired(self, feedback: RoundFeedback) -> None:
         self._rounds.add()
-        self._generated_tokens.add(feedback.committed_tokens)
         self._round_tokens.observe(feedback.prefill_tokens + feedback.committed_tokens)
         if feedback.round_ms is not None:
             self._round_ms.observe(feedback.round_ms)
+
+    def delivered(self, tokens: int, drafts: DraftCounts | None = None) -> None:
+        """An answer grew by `tokens`: what is left of a round once stop strings have cut it."""
+        self._generated_tokens.add(tokens)
+        if drafts is not None and self._drafts is not None:
+            self._drafts.tally.add(drafts, tokens)
 
     def gauges(self, running: int, waiting: int, kv_used_fraction: float) -> None:
         self._running.value = running
@@ -198,9 +262,15 @@ class Metrics(Collector):
 
     # ── read by surfaces ──
 
+    def draft_totals(self) -> DraftTotals | None:
+        """What became of drafts since the start; None without a drafter."""
+        return None if self._drafts is None else self._drafts.tally.totals()
+
     def collect(self) -> Iterator[Metric]:
         """Every family in a fixed order; prometheus-client calls this for each scrape."""
-        return (family.render(self._model_name) for family in self._families)
+        yield from (family.render(self._model_name) for family in self._families)
+        if self._drafts is not None:
+            yield from self._drafts.render(self._model_name)
 
     def render(self) -> tuple[bytes, str]:
         """The exposition text and its content type."""

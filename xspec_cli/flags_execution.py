@@ -12,6 +12,7 @@ KERNEL = "Kernel"
 REMOVED = "Removed"
 
 _NOT_YET = "not in this version yet"
+_NOT_ADAPTIVE = f"adaptive speculation is {_NOT_YET}"
 _NO_SUFFIX = "it is only read with --speculative_algorithm=Suffix, which is refused"
 _NO_PROFILE = "it is only read with the profiling flags, which are refused"
 _NPU_ONLY = "it chooses an NPU kernel"
@@ -19,29 +20,32 @@ _NO_GRAPHS = "it shapes device graphs, which this device does not have"
 _NO_WORKERS = "the engine is one process; nothing is passed between processes"
 
 SPECULATIVE_FLAGS: tuple[Flag, ...] = (
-    refused("draft_model", SPECULATIVE, Kind.STRING, "", "directory of the drafter",
-            f"speculation is {_NOT_YET}"),
-    refused("num_speculative_tokens", SPECULATIVE, Kind.INT32, 0, "tokens drafted a round",
-            f"speculation is {_NOT_YET}"),
-    refused("speculative_algorithm", SPECULATIVE, Kind.STRING, "MTP", "kind of drafter",
-            f"speculation is {_NOT_YET}"),
-    refused("enable_probabilistic_draft", SPECULATIVE, Kind.BOOL, False,
-            "draw drafts instead of taking the likeliest",
-            f"speculation is {_NOT_YET}"),
+    honoured("draft_model", SPECULATIVE,
+             "directory of the drafter; empty takes the one that comes with the embedded model, or with "
+             "--speculative_algorithm=MTP the layers inside a checkpoint that has them"),
+    honoured("speculative_algorithm", SPECULATIVE,
+             "kind of drafter; auto is what the drafter itself says in its config.json",
+             note="xLLM: MTP. Speculation is on out of the box for the embedded model, with the drafter that "
+                  "comes along; other models speculate once they are given one"),
+    honoured("num_speculative_tokens", SPECULATIVE,
+             "tokens drafted a round; 0 switches speculation off, -1 is the drafter's own width",
+             note="xLLM: 0. With a drafter at hand speculation changes the speed and never the text"),
+    honoured("target_verify_width", SPECULATIVE,
+             "drafts that are verified of each request and round; -1 is all of them"),
+    honoured("enable_probabilistic_draft", SPECULATIVE,
+             "draw drafts with the target's own noise instead of taking the likeliest token"),
     refused("enable_adaptive_draft_step", SPECULATIVE, Kind.BOOL, False, "adapt how far is drafted",
-            f"speculation is {_NOT_YET}"),
+            _NOT_ADAPTIVE),
     refused("enable_adaptive_target_verify", SPECULATIVE, Kind.BOOL, False, "adapt how much is verified",
-            f"speculation is {_NOT_YET}"),
+            _NOT_ADAPTIVE),
     refused("adaptive_draft_step_config", SPECULATIVE, Kind.STRING, "",
-            "JSON policy and calibration of the former",
-            f"speculation is {_NOT_YET}"),
+            "JSON policy and calibration of the former", _NOT_ADAPTIVE),
     refused("adaptive_target_verify_calibration", SPECULATIVE, Kind.STRING, "",
-            "JSON calibration of the latter",
-            f"speculation is {_NOT_YET}"),
+            "JSON calibration of the latter", _NOT_ADAPTIVE),
     refused("adaptive_target_verify_cost_table", SPECULATIVE, Kind.STRING, "", "saved costs to load",
-            f"speculation is {_NOT_YET}"),
+            _NOT_ADAPTIVE),
     refused("adaptive_target_verify_cost_table_output", SPECULATIVE, Kind.STRING, "", "file to save costs to",
-            f"speculation is {_NOT_YET}"),
+            _NOT_ADAPTIVE),
     inert("enable_opt_validate_probs", SPECULATIVE, Kind.BOOL, False, "keep only chosen draft probabilities",
           "verification needs no draft probabilities"),
     inert("speculative_suffix_cache_max_depth", SPECULATIVE, Kind.INT32, 64, "depth of the suffix tree",

@@ -64,6 +64,7 @@ SAMPLING_FLAGS: tuple[Flag, ...] = (
     command("ignore_eos", SAMPLING, Kind.BOOL, False, "go on to max_tokens whatever the model says"),
     command("seed", SAMPLING, Kind.INT64, 0, "the same seed gives the same text; not given: drawn"),
     command("n", SAMPLING, Kind.INT32, 1, "answers to give", low=1, high=128),
+    command("speculative", SAMPLING, Kind.BOOL, True, "draft tokens; off gives the same text, one by one"),
 )
 """Only flags that were given count: what is left out is up to the checkpoint and SamplingParams."""
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from xspec.core.drafts import DraftCounts
 from xspec.errors import RequestError
 
 NO_NOISE_BELOW = 1e-5
@@ -60,6 +61,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # None: off, 0: the chosen token's only, k: and the k likeliest
     prompt_logprobs: int | None = None  # the same for prompt tokens (completions with echo)
+    speculative: bool = True  # False: no token is drafted for it; the text is the same either way
 
     @property
     def greedy(self) -> bool:
@@ -105,6 +107,7 @@ class SamplingParams:
         yield "logprobs", self.logprobs is None or _whole(self.logprobs, 0), "None or integers from 0"
         scored = self.prompt_logprobs is None or _whole(self.prompt_logprobs, 0)
         yield "prompt_logprobs", scored, "None or integers from 0"
+        yield "speculative", isinstance(self.speculative, bool), "True or False"
 
 
 def _whole(value: object, low: float, high: float = math.inf) -> bool:
@@ -156,3 +159,4 @@ class Output:
     stop_token: int | None = None  # the stop id that ended it, if one did (it is in token_ids)
     cached_tokens: int = 0  # prompt tokens served by the prefix cache
     error: str | None = None  # why, when finish_reason is ERROR
+    drafts: DraftCounts | None = None  # of the round, as far as token_ids go; None: nothing was drafted

@@ -19,33 +19,40 @@ PADDING_ROW = 0
 """Device row that padded lanes point at; never given to a sequence."""
 
 SCRATCH_PAGE = 0
-"""KV page that padded and dead lanes write to; never given to a sequence."""
+"""KV page that unfilled page-table entries name; never given to a sequence, never written."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPlan:
     """How far to draft and how much to verify: one (K, d) for the whole batch, frozen for its round.
 
-    `draft_steps` is K (0: a plain round), `depth` the loop depth d of a looped target, `target_rows`
-    the padded verify budget (None: full width). `plan_id` ties feedback to the decision it judges.
+    `draft_steps` is K (0: a plain round), `verify_steps` how many of the K each request verifies (None:
+    all), `depth` the loop depth d of a looped target, `target_rows` the padded verify budget (None: full
+    width). `plan_id` ties feedback to the decision it judges.
     """
 
     plan_id: int
     policy: str
     draft_steps: int
+    verify_steps: int | None = None
     depth: int | None = None
     target_rows: int | None = None
     range_index: int | None = None
     candidate_index: int | None = None
     reason: str = ""
 
+    @property
+    def width(self) -> int:
+        """Drafts a request verifies at most."""
+        return self.draft_steps if self.verify_steps is None else min(self.draft_steps, self.verify_steps)
+
 
 @dataclass(frozen=True, slots=True)
 class RowBind:
     """A sequence takes device row `row`: everything its choices depend on is uploaded here, once.
 
-    `prompt_ids` are the tokens present at binding (with a preempted sequence's own answer after
-    `prompt_len`), needed only to seed penalty counts.
+    `token_ids` are the tokens present at binding (with a preempted sequence's own answer after
+    `prompt_len`), needed only to seed penalty counts. `hit_page`: the last page of its prefix-cache hit.
     """
 
     row: int
@@ -56,6 +63,8 @@ class RowBind:
     prompt_len: int
     token_ids: tuple[int, ...]
     stop_ids: tuple[int, ...]  # ids that min_tokens must hold back
+    max_len: int  # tokens it may have in all
+    hit_page: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +98,12 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One running sequence in a decode round. The host knows `kv_bound` >= its KV length after the round."""
+    """One running sequence in a decode round. `kv_bound` >= its KV length with all the round may write."""
 
     row: int
     sequence_id: int
     kv_bound: int
+    verify: int = 0  # leading drafts that are verified for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,11 @@ class Batch:
 
     chunks: tuple[PrefillChunk, ...]
     rows: tuple[DecodeRow, ...]
+
+    @property
+    def verify(self) -> int:
+        """Most drafts that any row verifies; 0: a plain round, nothing is drafted."""
+        return max((row.verify for row in self.rows), default=0)
 
     @property
     def sequence_ids(self) -> tuple[int, ...]:
@@ -144,7 +159,21 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class RowFeedback:
-    """Counts of one row of a retired round. `censored`: it ended (stop, budget) inside its accepted run."""
+    """Counts of one row of a retired round, tokens taken in order; what follows a stop does not count.
+
+    With w drafts made for the row, v of them verified, r tokens of room before the round, n returned by
+    the device and kept <= n of them:
+
+    - proposed = min(w, r - 1): the token that fills the sequence is the target's own whatever was
+      drafted. If the sequence ended, at most `kept`: positions behind its last token do not exist.
+    - admitted = min(v, r - 1): what the target was asked to verify.
+    - verified: the same, cut at the end of the sequence like proposed.
+    - committed = kept; accepted = min(kept, n - 1), the n-th token being the target's own.
+    - censored: it ended inside its accepted run (kept < n), so the run might have gone on. A stop at the
+      n-th token or a full budget is no censoring: every position that counts was decided.
+
+    A row whose sequence had left before, or that failed, has no feedback.
+    """
 
     sequence_id: int
     proposed: int
@@ -152,6 +181,10 @@ class RowFeedback:
     verified: int
     committed: int
     censored: bool = False
+
+    @property
+    def accepted(self) -> int:
+        return self.committed if self.censored else max(0, self.committed - 1)
 
 
 @dataclass(frozen=True, slots=True)

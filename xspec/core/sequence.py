@@ -53,6 +53,7 @@ class Sequence:
     submitted: int = 0  # prefill frontier: prompt tokens whose KV is computed or in flight
     prefill_end: int = 0  # tokens to prefill in this residence
     unseen: int = 0  # most tokens that the rounds in flight may still commit
+    sure: int = 0  # least tokens that they will, unless the sequence ends before
     in_flight: int = 0  # rounds in flight that this sequence takes part in
     cached_tokens: int = 0  # prompt tokens that the request found cached: on its first choice only
     started_s: float = 0.0  # when its first round was submitted (0: not yet); for metrics only
@@ -83,5 +84,6 @@ class Sequence:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the rounds in flight may already fill the sequence: nothing more may be planned."""
-        return self.reserved >= self.max_len
+        """Whether the rounds in flight fill the sequence for sure. Where they only may, one more is planned:
+        the device commits nothing past `max_len`."""
+        return len(self.tokens) + self.sure >= self.max_len

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from xspec.draft.base import Draft, DrafterSpec
-from xspec.models.base import Hidden
-from xspec.nn.inputs import ForwardInputs
+from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
 
 
 class NoDrafter:
-    spec = DrafterSpec(name="none", max_steps=0)
+    spec = DrafterSpec(name="none")
 
-    def draft(self, rows: torch.Tensor, steps: int) -> Draft:
+    def attach(
+        self,
+        rows: int,
+        slabs: tuple[torch.Tensor, ...],
+        page_state: torch.Tensor,
+        sink_page: int,
+        block_size: int,
+    ) -> None:
+        return None
+
+    def bind(self, row: int, last_page: int | None) -> None:
+        return None
+
+    def draft(self, context: DraftContext, steps: int) -> Draft:
         raise ValueError(f"the null drafter cannot draft {steps} steps")
 
-    def publish(
-        self, hidden: Hidden, tokens: torch.Tensor, inputs: ForwardInputs, committed: torch.Tensor
-    ) -> None:
-        """It keeps no context."""
+    def publish(self, published: Published) -> None:
+        return None

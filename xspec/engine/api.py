@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from xspec.core.drafts import DraftCounts
 from xspec.core.request import FinishReason, SamplingParams, TokenLogprob
 from xspec.metrics import Metrics
 from xspec.text.tokenizer import TextAssets
@@ -42,6 +43,7 @@ class TextOutput:
     completion_tokens: int = 0  # of this choice so far
     cached_tokens: int = 0
     error: str | None = None
+    drafts: DraftCounts | None = None  # what was drafted for these tokens; None: nothing
 
 
 class TextStream(Protocol):
@@ -62,6 +64,7 @@ class Engine(Protocol):
     max_model_len: int
     text: TextAssets
     metrics: Metrics
+    draft_width: int  # most tokens drafted in a round; 0: no drafter is loaded
 
     @property
     def phase(self) -> Phase: ...

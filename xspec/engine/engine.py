@@ -98,6 +98,7 @@ class AsyncEngine:
         self.max_model_len = admission.max_model_len
         self.text = text
         self.metrics = metrics
+        self.draft_width = metrics.draft_width
         self._admission = admission
         self._driver = driver
         self._scheduler = driver.scheduler
@@ -271,6 +272,7 @@ class AsyncEngine:
         if text.stopped and sequence.status is not Status.FINISHED:
             self._scheduler.cancel(sequence, FinishReason.STOP)
             self._loop.wake()
+        self.metrics.delivered(len(out.token_ids), out.drafts)
         self._time(live, output.choice, len(out.token_ids), now)
         live.queue.put_nowait(out)
         if out.finish_reason is not None:

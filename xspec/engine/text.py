@@ -47,6 +47,9 @@ class ChoiceText:
         self.finished = finish is not None
         self.stopped = stop is not None
         self._completion_tokens += used
+        drafts = output.drafts
+        if drafts is not None and stop is not None:
+            drafts = drafts.until(used)
         # Only some outputs carry the count, but usage is read from the last one.
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         return TextOutput(
@@ -62,6 +65,7 @@ class ChoiceText:
             completion_tokens=self._completion_tokens,
             cached_tokens=self._cached_tokens,
             error=output.error,
+            drafts=drafts,
         )
 
     def _consume(self, output: Output) -> tuple[str, int, str | None]:

@@ -1,133 +1,137 @@
-"""One captured decode call per bucket, width and slot. Serving replays; it never captures.
+"""One captured call per bucket, width and slot, for drafting and for verifying.
 
-The call maps a buffer of row ids to logits: everything else it reads is persistent device state.
+Serving replays; it never captures, except with warm-up switched off. Without graphs every pass is eager
+on its exact shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from xspec.core.round import PADDING_ROW
 from xspec.core.shapes import BucketGrid
+from xspec.draft.base import Draft, Drafter
+from xspec.exec.calls import DraftCall, Pick, VerifyCall, VerifyPass
 from xspec.exec.rows import DeviceRows
-from xspec.exec.segments import decode_segments
-from xspec.models.base import Hidden, Target
-from xspec.nn.inputs import ForwardInputs, Segment
+from xspec.models.base import Target
 from xspec.platform.base import Captured, Platform
 from xspec.progress import Progress
 
+Key = tuple[int, int, int]
+"""(slot, lanes, draft steps or verify width)"""
+
 
 @dataclass(frozen=True, slots=True)
-class DecodePass:
-    """Results of a pass over `lanes` rows. They live until the next replay of the same call."""
+class Parts:
+    """What every call is made of."""
 
-    row_ids: torch.Tensor  # [lanes], padding last
-    inputs: ForwardInputs
-    hidden: Hidden
-    logits: torch.Tensor  # [lanes * width, vocab]
-
-
-class DecodeCall:
-    """The body of a decode (or verify) pass of `lanes` rows, `width` positions each."""
-
-    def __init__(
-        self,
-        target: Target,
-        rows: DeviceRows,
-        kv: tuple[torch.Tensor, ...],
-        taps: tuple[int, ...],
-        lanes: int,
-        width: int,
-    ) -> None:
-        self._target, self._rows, self._kv, self._taps = target, rows, kv, taps
-        self._lanes = lanes
-        self._width = width
-        self._row_ids = torch.full((lanes,), PADDING_ROW, dtype=torch.int64, device=rows.length.device)
-        self._drafts = torch.zeros((lanes, width - 1), dtype=torch.int64, device=rows.length.device)
-        self._segments: tuple[Segment, ...] = ()
-
-    def aim(self, row_ids: Sequence[int], pages: Sequence[int], drafts: torch.Tensor | None = None) -> None:
-        """Point the call at live rows and their drafts [rows, width - 1]; other lanes are padding."""
-        if drafts is not None:
-            self._drafts[: len(row_ids)].copy_(drafts)
-        padded = [*row_ids, *([PADDING_ROW] * (self._lanes - len(row_ids)))]
-        self._row_ids.copy_(torch.tensor(padded, dtype=torch.int64), non_blocking=True)
-        self._segments = decode_segments(pages, self._lanes, self._width, self._rows.block_size)
-
-    def run(self) -> DecodePass:
-        rows = self._rows
-        pages = max(segment.pages for segment in self._segments)
-        inputs = rows.decode_inputs(self._row_ids, self._width, pages, self._segments)
-        tokens = torch.cat((rows.last_token[self._row_ids, None], self._drafts), dim=1).view(-1)
-        hidden = self._target.forward(tokens, inputs, self._kv, self._taps)
-        return DecodePass(self._row_ids, inputs, hidden, self._target.logits(hidden.last))
+    platform: Platform
+    target: Target
+    drafter: Drafter
+    rows: DeviceRows
+    kv: tuple[torch.Tensor, ...]
+    pick: Pick
 
 
-class DecodeGraphs:
-    """Every (slot, lanes, width) a plan may name, prepared before ready; eager exact shapes when off."""
+class RoundGraphs:
+    """Every call a plan may name. `steps` and `widths`: what policies may draft and verify, 0 excluded."""
 
     def __init__(
         self,
-        platform: Platform,
-        target: Target,
-        rows: DeviceRows,
-        kv: tuple[torch.Tensor, ...],
+        parts: Parts,
         *,
         grid: BucketGrid,
         slots: int,
-        taps: tuple[int, ...] = (),
-        widths: Iterable[int] = (1,),
+        steps: Sequence[int] = (),
+        widths: Sequence[int] = (),
         enabled: bool = True,
     ) -> None:
-        self._platform, self._target, self._rows, self._kv, self._taps = platform, target, rows, kv, taps
-        self.grid = grid
-        self.slots = slots
-        self.enabled = enabled
-        self._widths = tuple(widths)
-        self._calls: dict[tuple[int, int, int], tuple[DecodeCall, Captured[DecodePass]]] = {}
+        self._parts = parts
+        self._grid = grid
+        self._slots = slots if parts.platform.abilities.graphs_per_slot else 1
+        self._steps, self._widths = tuple(steps), (0, *widths)
+        self._enabled = enabled
+        self._drafts: dict[Key, tuple[DraftCall, Captured[Draft]]] = {}
+        self._verifies: dict[Key, tuple[VerifyCall, Captured[VerifyPass]]] = {}
 
     def capture_all(self, progress: Progress) -> None:
         """Largest first, so that no later capture has to grow shared scratch memory."""
-        if not self.enabled:
+        if not self._enabled:
             return
-        wanted = [
-            (slot, bucket.rows, width)
-            for width in sorted(self._widths, reverse=True)
-            for bucket in reversed(self.grid.buckets)
-            for slot in (range(self.slots) if self._platform.abilities.graphs_per_slot else (0,))
-        ]
-        for done, key in enumerate(wanted):
-            progress("warming", done, len(wanted))
-            self._capture(key)
-        progress("warming", len(wanted), len(wanted))
+        lanes = [bucket.rows for bucket in reversed(self._grid.buckets)]
+        slots = range(self._slots)
+        drafts = [(slot, n, steps) for steps in self._steps for n in lanes for slot in slots]
+        verifies = [(slot, n, w) for w in sorted(self._widths, reverse=True) for n in lanes for slot in slots]
+        total = len(drafts) + len(verifies)
+        for done, key in enumerate(verifies):
+            progress("warming", done, total)
+            self._verify_call(key)
+        for done, key in enumerate(drafts, len(verifies)):
+            progress("warming", done, total)
+            self._draft_call(key)
+        progress("warming", total, total)
 
-    def run(
-        self, slot: int, row_ids: Sequence[int], pages: Sequence[int], drafts: torch.Tensor
-    ) -> DecodePass:
-        """Execute a pass over `row_ids` and their drafts [rows, K], padded up to its bucket."""
-        width = drafts.shape[1] + 1
-        if not self.enabled:
-            exact = self._call(len(row_ids), width)
-            exact.aim(row_ids, pages, drafts)
+    def draft(self, slot: int, row_ids: Sequence[int], pages: Sequence[int], steps: int) -> Draft:
+        """Propose `steps` tokens for `row_ids`, padded up to their bucket."""
+        if not self._enabled:
+            exact = self._new_draft(len(row_ids), steps)
+            exact.aim(row_ids, pages)
             return exact.run()
-        key = (
-            slot if self._platform.abilities.graphs_per_slot else 0,
-            self.grid.fit(len(row_ids)).rows,
-            width,
-        )
-        if key not in self._calls:  # disable_graph_warmup: prepared at first use
-            self._capture(key)
-        call, captured = self._calls[key]
-        call.aim(row_ids, pages, drafts)
+        call, captured = self._draft_call((slot % self._slots, self._lanes(row_ids), steps))
+        call.aim(row_ids, pages)
         return captured.replay()
 
-    def _capture(self, key: tuple[int, int, int]) -> None:
-        call = self._call(lanes=key[1], width=key[2])
-        call.aim((), ())
-        self._calls[key] = (call, self._platform.capture(call.run))
+    def verify(
+        self,
+        slot: int,
+        row_ids: Sequence[int],
+        pages: Sequence[int],
+        verify: Sequence[int],
+        drafts: torch.Tensor | None,
+    ) -> VerifyPass:
+        """Run `row_ids` through the target, row i with `verify[i]` of its drafts; padded up to a bucket."""
+        width = max(verify)
+        if not self._enabled:
+            exact = self._new_verify(len(row_ids), width)
+            exact.aim(row_ids, pages, verify, drafts)
+            return exact.run()
+        call, captured = self._verify_call((slot % self._slots, self._lanes(row_ids), width))
+        call.aim(row_ids, pages, verify, drafts)
+        return captured.replay()
 
-    def _call(self, lanes: int, width: int) -> DecodeCall:
-        return DecodeCall(self._target, self._rows, self._kv, self._taps, lanes, width)
+    def _lanes(self, row_ids: Sequence[int]) -> int:
+        return self._grid.fit(len(row_ids)).rows
+
+    # A call that is missing here is made at its first use: that is what disable_graph_warmup asks for.
+
+    def _draft_call(self, key: Key) -> tuple[DraftCall, Captured[Draft]]:
+        if key not in self._drafts:
+            call = self._new_draft(lanes=key[1], steps=key[2])
+            call.aim((), ())
+            self._drafts[key] = (call, self._parts.platform.capture(call.run))
+        return self._drafts[key]
+
+    def _verify_call(self, key: Key) -> tuple[VerifyCall, Captured[VerifyPass]]:
+        if key not in self._verifies:
+            call = self._new_verify(lanes=key[1], width=key[2])
+            call.aim((), (), (), None)
+            self._verifies[key] = (call, self._parts.platform.capture(call.run))
+        return self._verifies[key]
+
+    def _new_draft(self, lanes: int, steps: int) -> DraftCall:
+        parts = self._parts
+        return DraftCall(parts.drafter, parts.rows, parts.pick, lanes=lanes, steps=steps)
+
+    def _new_verify(self, lanes: int, width: int) -> VerifyCall:
+        parts = self._parts
+        return VerifyCall(
+            parts.target,
+            parts.rows,
+            parts.kv,
+            parts.drafter.spec.taps,
+            lanes=lanes,
+            width=width,
+            target_rows=lanes * (width + 1),
+        )

@@ -10,17 +10,24 @@ import torch
 
 from xspec.core.round import PADDING_ROW, SCRATCH_PAGE, PageGrant, RowBind
 from xspec.errors import EngineError
-from xspec.nn.inputs import ForwardInputs, Segment
+from xspec.nn.inputs import ForwardInputs, Ragged, Segment
 
 
 class DeviceRows:
-    """`rows` usable rows plus padding, each with a page table of `max_pages` entries."""
+    """`rows` usable rows plus padding, each with a page table of `max_pages` entries.
 
-    def __init__(self, rows: int, max_pages: int, block_size: int, device: torch.device) -> None:
+    `sink_page` takes what may never be read: writes of padding, and past the pages a row was granted.
+    """
+
+    def __init__(
+        self, rows: int, max_pages: int, block_size: int, device: torch.device, *, sink_page: int
+    ) -> None:
         self.rows = rows
         self.block_size = block_size
+        self.sink_page = sink_page
         self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.length = torch.ones(rows + 1, dtype=torch.int64, device=device)  # tokens, last_token included
+        self.max_len = torch.ones(rows + 1, dtype=torch.int64, device=device)
         self.page_table = torch.full((rows + 1, max_pages), SCRATCH_PAGE, dtype=torch.int64, device=device)
         self._owner: list[int | None] = [None] * (rows + 1)
 
@@ -28,6 +35,7 @@ class DeviceRows:
         self._owner[bind.row] = bind.sequence_id
         self.last_token[bind.row] = 0
         self.length[bind.row] = len(bind.token_ids)
+        self.max_len[bind.row] = bind.max_len
         self.page_table[bind.row].fill_(SCRATCH_PAGE)
 
     def grant(self, grant: PageGrant) -> None:
@@ -38,17 +46,50 @@ class DeviceRows:
         if self._owner[row] != sequence_id or row == PADDING_ROW:
             raise EngineError(f"row {row} belongs to sequence {self._owner[row]}, not {sequence_id}")
 
-    def decode_inputs(
-        self, row_ids: torch.Tensor, width: int, pages: int, segments: tuple[Segment, ...]
-    ) -> ForwardInputs:
-        """Inputs of a decode or verify pass: `width` consecutive positions from each row's last token on.
+    def room(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Tokens that each row may still commit [R]; 0 for padding."""
+        return (self.max_len[row_ids] - self.length[row_ids]).clamp_(min=0)
 
-        row_ids [R]; `pages` bounds the page tables read. Flat rows are request-major: [R * width].
+    def decode_inputs(
+        self,
+        row_ids: torch.Tensor,
+        width: int,
+        pages: int,
+        segments: tuple[Segment, ...],
+        *,
+        offset: int = 0,
+        causal: bool = True,
+    ) -> ForwardInputs:
+        """Inputs of a pass over `width` consecutive positions of each row, `offset` past its last token.
+
+        row_ids [R]; `pages` bounds the page tables read. Flat rows are request-major: [R * width]. Not
+        causal: every row sees its sequence's keys up to the last of these positions.
         """
-        last = self.length[row_ids] - 1
-        positions = (last[:, None] + torch.arange(width, device=last.device)).reshape(-1)
+        first = self.length[row_ids] - 1 + offset
+        lanes = first[:, None] + torch.arange(width, device=first.device)
         table = self.page_table[row_ids, :pages]
-        return self._inputs(positions, table, width, segments)
+        slots = self._slots(table.gather(1, self._page_index(lanes, pages)), lanes, pages)
+        seen = lanes + 1 if causal else (first + width)[:, None].expand(-1, width)
+        return ForwardInputs(lanes.view(-1), slots.view(-1), seen.reshape(-1), table, segments)
+
+    def ragged_inputs(
+        self,
+        row_ids: torch.Tensor,
+        lanes: torch.Tensor,
+        offsets: torch.Tensor,
+        ragged: Ragged,
+        pages: int,
+        segments: tuple[Segment, ...],
+    ) -> ForwardInputs:
+        """Inputs of a verify pass: flat row n is position `offsets[n]` past the last token of lane
+        `lanes[n]`. A lane of -1 is padding of the flat axis."""
+        table = self.page_table[row_ids, :pages]
+        live = lanes >= 0
+        lane = lanes.clamp(min=0)
+        positions = torch.where(live, self.length[row_ids][lane] - 1 + offsets, 0)
+        page = table[lane, self._page_index(positions, pages)]
+        slots = self._slots(torch.where(live, page, SCRATCH_PAGE), positions, pages)
+        return ForwardInputs(positions, slots, positions + 1, table, segments, ragged)
 
     def chunk_inputs(
         self, row_ids: torch.Tensor, starts: list[int], counts: list[int], segments: tuple[Segment, ...]
@@ -67,16 +108,12 @@ class DeviceRows:
         slots = page * self.block_size + positions % self.block_size
         return ForwardInputs(positions, slots, positions + 1, table, segments)
 
-    def _inputs(
-        self, positions: torch.Tensor, table: torch.Tensor, width: int, segments: tuple[Segment, ...]
-    ) -> ForwardInputs:
-        index = (positions // self.block_size).view(-1, width)
-        limit = table.shape[1]
-        page = table.gather(1, index.clamp(max=limit - 1))
-        if width > 1:  # positions past the granted pages write to scratch, never into the last page
-            page = torch.where(index < limit, page, SCRATCH_PAGE)
-        slots = page.view(-1) * self.block_size + positions % self.block_size
-        return ForwardInputs(positions, slots, positions + 1, table, segments)
+    def _page_index(self, positions: torch.Tensor, pages: int) -> torch.Tensor:
+        return (positions // self.block_size).clamp_(max=pages - 1)
+
+    def _slots(self, page: torch.Tensor, positions: torch.Tensor, pages: int) -> torch.Tensor:
+        granted = (page != SCRATCH_PAGE) & (positions < pages * self.block_size)
+        return torch.where(granted, page, self.sink_page) * self.block_size + positions % self.block_size
 
     def advance(self, row_ids: torch.Tensor, last_token: torch.Tensor, counts: torch.Tensor) -> None:
         """Commit `counts` [R] tokens to rows [R]; padding lanes carry count 0 and leave row 0 alone."""

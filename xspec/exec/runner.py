@@ -1,4 +1,4 @@
-"""The device side of a round: bind, grant, prefill, draft, verify, accept, advance, copy back.
+"""The device side of a round: bind, grant, prefill, draft, verify, accept, advance, publish, copy back.
 
 Sees only protocols (Target, Drafter, Platform). Runs on the launch thread; reads nothing back but the
 scores of prompt tokens, whose logits would not fit otherwise.
@@ -13,12 +13,14 @@ import torch
 
 from xspec.core.request import SamplingParams
 from xspec.core.round import DecodeRow, PrefillChunk, RoundPlan
-from xspec.draft.base import Drafter
-from xspec.exec.graphs import DecodeGraphs
+from xspec.draft.base import Drafter, Published
+from xspec.exec.calls import VerifyPass
+from xspec.exec.graphs import RoundGraphs
 from xspec.exec.rows import DeviceRows
 from xspec.exec.segments import chunk_segments
 from xspec.exec.slots import Slot
 from xspec.models.base import Hidden, Target
+from xspec.nn.inputs import ForwardInputs
 from xspec.platform.base import Event, Platform
 from xspec.verify.accept import accept
 from xspec.verify.logprobs import score
@@ -27,6 +29,9 @@ from xspec.verify.state import SamplingState
 
 SCORE_ROWS = 64
 """Prompt tokens scored at a time: their logits over a large vocabulary would not fit otherwise."""
+
+NO_TOKEN = -1
+"""Stands where a row has no draft or no draw; equal to no token."""
 
 
 class Runner:
@@ -41,8 +46,10 @@ class Runner:
         rows: DeviceRows,
         sampling: SamplingState,
         kv: tuple[torch.Tensor, ...],
-        graphs: DecodeGraphs,
+        slabs: tuple[torch.Tensor, ...],
+        graphs: RoundGraphs,
     ) -> None:
+        """`kv`: the target's slabs; `slabs`: all of them, the drafter's included."""
         self._platform = platform
         self._kernels = platform.kernels()
         self._target = target
@@ -50,6 +57,7 @@ class Runner:
         self._rows = rows
         self._sampling = sampling
         self._kv = kv
+        self._slabs = slabs
         self._graphs = graphs
         self._device = rows.length.device
         self._params: dict[int, SamplingParams] = {}
@@ -65,11 +73,12 @@ class Runner:
         slot.begin()
         if plan.scrubs:
             pages = self._tensor(plan.scrubs)
-            for slab in self._kv:
+            for slab in self._slabs:
                 self._kernels.zero_pages(slab, pages)
         for bind in plan.binds:
             self._rows.bind(bind)
             self._sampling.bind(bind.row, bind)
+            self._drafter.bind(bind.row, bind.hit_page)
             self._params[bind.row] = bind.params
         self._binds += len(plan.binds)
         for grant in plan.grants:
@@ -77,7 +86,7 @@ class Runner:
         if plan.batch.chunks:
             self._prefill(plan.batch.chunks, slot)
         if plan.batch.rows:
-            self._decode(plan.batch.rows, plan.spec.draft_steps, slot)
+            self._decode(plan, slot)
         return self._platform.event()
 
     # -- prefill -------------------------------------------------------------------------------
@@ -93,14 +102,29 @@ class Runner:
             row_ids, [chunk.start for chunk in chunks], counts, chunk_segments(counts, pages)
         )
         hidden = self._target.forward(tokens, inputs, self._kv, self._drafter.spec.taps)
-        self._drafter.publish(hidden, tokens, inputs, self._tensor(counts))
         ends = list(accumulate(counts))
+        self._publish_prompts(tokens, hidden, inputs, row_ids, counts, ends)
         # Keys and values that are not finite spoil every later state, so the last one of a chunk tells
         # whether its pages may be published.
         lasts = hidden.last[self._tensor([end - 1 for end in ends])]
         slot.bad_chunks[: len(chunks)].copy_(~lasts.isfinite().all(1), non_blocking=True)
         self._score(chunks, ends, hidden, slot)
         self._sample_prompts(chunks, ends, hidden, slot)
+
+    def _publish_prompts(
+        self,
+        tokens: torch.Tensor,
+        hidden: Hidden,
+        inputs: ForwardInputs,
+        row_ids: torch.Tensor,
+        counts: list[int],
+        ends: list[int],
+    ) -> None:
+        committed = self._tensor(counts)
+        lanes = torch.arange(len(counts), device=self._device).repeat_interleave(committed)
+        self._drafter.publish(
+            Published(tokens, hidden, inputs, row_ids, lanes, self._tensor(ends) - committed, committed)
+        )
 
     def _sample_prompts(
         self, chunks: Sequence[PrefillChunk], ends: list[int], hidden: Hidden, slot: Slot
@@ -112,9 +136,11 @@ class Runner:
         ids = [chunk.row for chunk, _ in done]
         row_ids = self._tensor(ids)
         positions = self._rows.length[row_ids]
-        drawn = draw(logits, row_ids, positions, self._sampling, self._needs(ids, 1))
+        drawn = draw(logits, row_ids, positions, self._sampling, self._needs(ids, [0] * len(ids)))
         self._commit(row_ids, drawn.tokens[:, None], drawn.tokens, torch.ones_like(row_ids))
-        slot.prefilled.keep(drawn.tokens[:, None], torch.ones_like(row_ids), drawn)
+        slot.prefilled.keep(
+            drawn.tokens[:, None], torch.ones_like(row_ids), drawn.bad, drawn.logprobs, [0] * len(ids)
+        )
 
     def _score(self, chunks: Sequence[PrefillChunk], ends: list[int], hidden: Hidden, slot: Slot) -> None:
         """Prompt logprobs: each prompt token under the logits of the row before it."""
@@ -131,30 +157,79 @@ class Runner:
 
     # -- decode --------------------------------------------------------------------------------
 
-    def _decode(self, rows: Sequence[DecodeRow], draft_steps: int, slot: Slot) -> None:
+    def _decode(self, plan: RoundPlan, slot: Slot) -> None:
+        rows = plan.batch.rows
         for row in rows:
             self._rows.check_owner(row.row, row.sequence_id)
         ids = [row.row for row in rows]
         pages = [-(-row.kv_bound // self._rows.block_size) for row in rows]
-        count, width = len(rows), draft_steps + 1
-        drafts = torch.empty((count, 0), dtype=torch.int64, device=self._device)
-        if draft_steps:
-            drafts = self._drafter.draft(self._tensor(ids), draft_steps).tokens
-        call = self._graphs.run(slot.index, ids, pages, drafts)
-        row_ids = call.row_ids[:count]
-        positions = self._rows.length[row_ids][:, None] + torch.arange(width, device=self._device)
+        verify = [row.verify for row in rows]
+        drafts = None
+        if plan.batch.verify:
+            draft = self._graphs.draft(slot.index, ids, pages, plan.spec.draft_steps)
+            drafts = draft.tokens
+            slot.keep_signals(draft.signals[: len(ids)])
+        passed = self._graphs.verify(slot.index, ids, pages, verify, drafts)
+        self._accept(rows, verify, drafts, passed, slot)
+
+    def _accept(
+        self,
+        rows: Sequence[DecodeRow],
+        verify: list[int],
+        drafts: torch.Tensor | None,
+        passed: VerifyPass,
+        slot: Slot,
+    ) -> None:
+        count, width = len(rows), max(verify)
+        flat = sum(verify) + count
+        row_ids, lanes, offsets = passed.row_ids[:count], passed.lanes[:flat], passed.offsets[:flat]
+        if drafts is None:
+            drafts = torch.empty((count, 0), dtype=torch.int64, device=self._device)
+        drafts = drafts[:count, :width]
+        owners = row_ids[lanes]
+        needs = self._needs([row.row for row in rows], verify)
         drawn = draw(
-            call.logits[: count * width],
-            row_ids.repeat_interleave(width) if draft_steps else row_ids,
-            positions.view(-1),
+            passed.logits[:flat],
+            owners,
+            self._rows.length[owners] + offsets,
             self._sampling,
-            self._needs(ids, width),
+            needs,
+            self._prefix(drafts, lanes, offsets) if width and needs.penalised else None,
         )
-        limits = torch.full((count,), width, dtype=torch.int64, device=self._device)
-        accepted = accept(drawn.tokens.view(count, width), drafts, limits)
+        # Where a lane has no row, no token stands: no draft equals it.
+        at = lanes * (width + 1) + offsets
+        draws = drawn.tokens.new_full((count * (width + 1),), NO_TOKEN)
+        draws[at] = drawn.tokens
+        accepted = accept(draws.view(count, width + 1), drafts, self._rows.room(row_ids))
+        # What was rejected may be bad: nobody will ever see it.
+        bad = torch.zeros_like(draws, dtype=torch.bool)
+        bad[at] = drawn.bad & (offsets < accepted.counts[lanes])
         self._commit(row_ids, accepted.tokens, accepted.last, accepted.counts)
-        self._drafter.publish(call.hidden, accepted.tokens, call.inputs, accepted.counts)
-        slot.decoded.keep(accepted.tokens, accepted.counts, drawn)
+        self._publish(passed, accepted.counts)
+        slot.decoded.keep(
+            accepted.tokens, accepted.counts, bad.view(count, -1).any(1), drawn.logprobs, verify
+        )
+
+    def _publish(self, passed: VerifyPass, counts: torch.Tensor) -> None:
+        committed = torch.zeros_like(passed.row_ids)
+        committed[: len(counts)] = counts
+        self._drafter.publish(
+            Published(
+                passed.tokens,
+                passed.hidden,
+                passed.inputs,
+                passed.row_ids,
+                passed.lanes,
+                passed.first,
+                committed,
+            )
+        )
+
+    @staticmethod
+    def _prefix(drafts: torch.Tensor, lanes: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The drafts that stand before each flat row's draw, [N, W], -1 padded."""
+        column = torch.arange(drafts.shape[1], device=drafts.device)
+        return drafts[lanes].masked_fill(column >= offsets.unsqueeze(1), NO_TOKEN)
 
     def _commit(
         self, row_ids: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor, counts: torch.Tensor
@@ -162,11 +237,15 @@ class Runner:
         self._rows.advance(row_ids, last, counts)
         self._sampling.advance(row_ids, tokens, counts)
 
-    def _needs(self, row_ids: Sequence[int], width: int) -> SampleNeeds:
+    def _needs(self, row_ids: Sequence[int], verify: Sequence[int]) -> SampleNeeds:
         """What sampling these rows takes; the same batch usually comes again next round."""
-        key = (self._binds, width, *row_ids)
+        key = (self._binds, *row_ids, *verify)
         if self._needs_cache is None or self._needs_cache[0] != key:
-            params = [self._params[row] for row in row_ids for _ in range(width)]
+            params = [
+                self._params[row]
+                for row, drafts in zip(row_ids, verify, strict=True)
+                for _ in range(drafts + 1)
+            ]
             self._needs_cache = (key, needs_of(params))
         return self._needs_cache[1]
 

@@ -5,7 +5,10 @@ One read-back per round: everything the host learns of a round comes through her
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -13,7 +16,6 @@ from xspec.core.request import TokenLogprob
 from xspec.core.round import PrefillChunk, RoundPlan, RoundResult, RowTokens
 from xspec.platform.base import Platform
 from xspec.verify.logprobs import Logprobs
-from xspec.verify.sampler import Drawn
 
 
 @dataclass(slots=True)
@@ -24,37 +26,51 @@ class _Lane:
     counts: torch.Tensor
     bad: torch.Tensor
     logprobs: Logprobs | None = None
+    verify: Sequence[int] = ()  # drafts of each row: flat rows are verify + 1 a row, one after another
 
-    def keep(self, tokens: torch.Tensor, counts: torch.Tensor, drawn: Drawn) -> None:
+    def keep(
+        self,
+        tokens: torch.Tensor,
+        counts: torch.Tensor,
+        bad: torch.Tensor,
+        logprobs: Logprobs | None,
+        verify: Sequence[int],
+    ) -> None:
         rows, width = tokens.shape
         self.tokens[:rows, :width].copy_(tokens, non_blocking=True)
         self.counts[:rows].copy_(counts, non_blocking=True)
-        self.bad[:rows].copy_(drawn.bad.view(rows, width).any(1), non_blocking=True)
-        self.logprobs = drawn.logprobs
+        self.bad[:rows].copy_(bad, non_blocking=True)
+        self.logprobs = logprobs
+        self.verify = verify
 
-    def read(self, sequence_ids: list[int], width: int) -> list[RowTokens]:
+    def read(self, sequence_ids: list[int]) -> list[RowTokens]:
         count = len(sequence_ids)
         tokens, counts = self.tokens[:count].tolist(), self.counts[:count].tolist()
         bad = self.bad[:count].tolist()
-        logprobs = self._logprobs(tokens, width)
+        committed = [tuple(row[:kept]) for row, kept in zip(tokens, counts, strict=True)]
+        logprobs = self._logprobs(committed)
         return [
-            RowTokens(
-                sequence_id=sequence_id,
-                token_ids=tuple(tokens[i][: counts[i]]),
-                logprobs=tuple(
-                    logprobs[i * width + j] for j in range(counts[i]) if i * width + j in logprobs
-                ),
-                bad=bad[i],
-            )
-            for i, sequence_id in enumerate(sequence_ids)
+            RowTokens(sequence_id, token_ids, logprobs=logprobs.get(i, ()), bad=bad[i])
+            for i, (sequence_id, token_ids) in enumerate(zip(sequence_ids, committed, strict=True))
         ]
 
-    def _logprobs(self, tokens: list[list[int]], width: int) -> dict[int, TokenLogprob]:
+    def _logprobs(self, committed: list[tuple[int, ...]]) -> dict[int, tuple[TokenLogprob, ...]]:
+        """By row. Flat rows that were not committed are unpacked too, and dropped."""
         if self.logprobs is None:
             return {}
-        flat = self.logprobs.rows
-        chosen = [tokens[row // width][row % width] for row in flat]
-        return dict(zip(flat, self.logprobs.unpack(chosen), strict=True))
+        first = list(accumulate((count + 1 for count in self.verify), initial=0))
+        chosen: list[int] = []
+        owners: list[int | None] = []
+        for flat in self.logprobs.rows:
+            row = bisect_right(first, flat) - 1
+            kept = flat - first[row] < len(committed[row])
+            owners.append(row if kept else None)
+            chosen.append(committed[row][flat - first[row]] if kept else 0)
+        found: dict[int, tuple[TokenLogprob, ...]] = {}
+        for owner, logprob in zip(owners, self.logprobs.unpack(chosen), strict=True):
+            if owner is not None:
+                found[owner] = (*found.get(owner, ()), logprob)
+        return found
 
 
 class Slot:
@@ -64,6 +80,7 @@ class Slot:
         self.index = index
         self.decoded = _lane(platform, rows, width)
         self.prefilled = _lane(platform, rows, 1)
+        self._signals = platform.pinned((rows, width - 1), torch.float32)
         self.bad_chunks = platform.pinned((rows,), torch.bool)
         self.scores: dict[int, list[TokenLogprob]] = {}  # by chunk index
 
@@ -72,18 +89,26 @@ class Slot:
         self.decoded.logprobs = self.prefilled.logprobs = None
         self.scores = {}
 
+    def keep_signals(self, signals: torch.Tensor) -> None:
+        """signals [R, K] of the round's drafts."""
+        rows, steps = signals.shape
+        self._signals[:rows, :steps].copy_(signals, non_blocking=True)
+
     def read(self, plan: RoundPlan) -> RoundResult:
         """The completed round as plain values. Only after its event."""
         sampled = [chunk.sequence_id for chunk in plan.batch.chunks if chunk.samples]
-        drawn = iter(self.prefilled.read(sampled, 1) if sampled else ())
+        drawn = iter(self.prefilled.read(sampled) if sampled else ())
         bad = self.bad_chunks[: len(plan.batch.chunks)].tolist()
         chunks = [
             self._chunk(index, chunk, next(drawn) if chunk.samples else None, bad[index])
             for index, chunk in enumerate(plan.batch.chunks)
         ]
         ids = [row.sequence_id for row in plan.batch.rows]
-        rows = self.decoded.read(ids, plan.spec.draft_steps + 1) if ids else []
-        return RoundResult(plan=plan, chunks=tuple(chunks), rows=tuple(rows))
+        rows = self.decoded.read(ids) if ids else []
+        signals = None
+        if plan.batch.verify:
+            signals = self._signals[: len(ids), : plan.spec.draft_steps].numpy().copy()
+        return RoundResult(plan=plan, chunks=tuple(chunks), rows=tuple(rows), signals=signals)
 
     def _chunk(self, index: int, chunk: PrefillChunk, drawn: RowTokens | None, bad: bool) -> RowTokens:
         return RowTokens(

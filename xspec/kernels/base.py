@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the attention of every layer of a model has in common. `scale` multiplies q . k."""
+    """What the attention of every layer of a model has in common. `scale` multiplies q . k.
+
+    Keys before `first_key` are never seen (MTP has no key 0), unless a row has no later one.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     dtype: torch.dtype
+    first_key: int = 0
 
 
 class PackedLinear(Protocol):
@@ -41,8 +45,8 @@ class PagedAttention(Protocol):
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         """Grouped-query attention: q [N, H, D] over the pages of each row's sequence -> [N, H * D].
 
-        Row n sees the first kv_lens[n] keys of its sequence, so decode, ragged verification and
-        chunked prefill are the same call. Keys past kv_lens[n] weigh exactly 0,
+        Row n sees the first kv_lens[n] keys of its sequence, so decode, ragged verification (see
+        nn.inputs.Ragged), a block that is not causal and chunked prefill are the same call. Keys past kv_lens[n] weigh exactly 0,
         which hides any finite number; pages that hold NaN or infinity must be zeroed before reuse. A
         row with kv_lens 0 (padding) yields finite numbers that mean nothing.
         """
@@ -68,6 +72,12 @@ class Kernels(Protocol):
         self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """One plane's zeroed K/V storage in the layout this platform's attention reads."""
+
+    def store_kv(self, slab: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write kv [N, 2 * G, D] (keys, then values) at flat slots [N], outside of any forward pass.
+
+        Where a slot occurs twice, either row may stay.
+        """
 
     def zero_pages(self, slab: torch.Tensor, pages: torch.Tensor) -> None:
         """Clear whole pages (int64 ids) of one plane."""

@@ -85,8 +85,11 @@ class _Gather:
 class CpuAttention:
     def __init__(self, inputs: ForwardInputs, shape: AttentionShape, pages: int, block_size: int) -> None:
         self._slots = inputs.slots
+        self._ragged = inputs.ragged
         # A padded row may claim no keys at all; one key keeps its softmax finite.
         self._kv_lens = inputs.kv_lens.clamp(min=1)
+        if self._ragged is not None:
+            self._kv_lens = self._kv_lens.index_select(0, self._ragged.dense)
         self._shape = shape
         self._group = shape.heads // shape.kv_heads
         self._chunk_elements = block_size * shape.head_dim
@@ -99,9 +102,14 @@ class CpuAttention:
         )
 
     def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
-        slab.view(slab.shape[0], -1, self._shape.head_dim).index_copy_(1, self._slots, kv.transpose(0, 1))
+        _store(slab, kv, self._slots)
 
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
+        if self._ragged is None:
+            return self._attend(q, slab)
+        return self._attend(q.index_select(0, self._ragged.dense), slab).index_select(0, self._ragged.flat)
+
+    def _attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         parts: list[torch.Tensor] = []
         # On the first axis of a flat view, because only that selection runs on all threads.
         chunks = slab.view(-1, self._chunk_elements)
@@ -168,7 +176,10 @@ class CpuAttention:
 
     def _mask(self, first_row: int, count: int, rows: int, keys: int) -> torch.Tensor:
         lens = self._kv_lens[first_row : first_row + count * rows]
-        hidden = torch.arange(keys) >= lens.unsqueeze(1)  # [count * rows, keys]
+        key = torch.arange(keys)
+        hidden = key >= lens.unsqueeze(1)  # [count * rows, keys]
+        if self._shape.first_key:
+            hidden |= key < (lens - 1).clamp(max=self._shape.first_key).unsqueeze(1)
         mask = torch.zeros(hidden.shape, dtype=self._shape.dtype).masked_fill_(hidden, float("-inf"))
         mask = mask.view(count, rows, 1, keys).expand(count, rows, self._group, keys)
         mask = mask.reshape(count, rows * self._group, keys)
@@ -205,6 +216,9 @@ class CpuKernels:
     ) -> torch.Tensor:
         return torch.zeros(2 * kv_heads, pages, block_size, head_dim, dtype=dtype)
 
+    def store_kv(self, slab: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
+        _store(slab, kv, slots)
+
     def zero_pages(self, slab: torch.Tensor, pages: torch.Tensor) -> None:
         slab.index_fill_(1, pages, 0.0)
 
@@ -212,3 +226,7 @@ class CpuKernels:
         self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor
     ) -> CpuAttention:
         return CpuAttention(inputs, shape, *slab.shape[1:3])
+
+
+def _store(slab: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
+    slab.view(slab.shape[0], -1, slab.shape[3]).index_copy_(1, slots, kv.transpose(0, 1))

@@ -28,17 +28,18 @@ class ReferenceLinear:
 class ReferenceAttention:
     def __init__(self, inputs: ForwardInputs, shape: AttentionShape) -> None:
         self._inputs, self._shape = inputs, shape
-        sequences = torch.full_like(inputs.positions, -1)
+        rows = inputs.positions if inputs.ragged is None else inputs.ragged.dense
+        sequences = torch.full_like(rows, -1)
         for segment in inputs.segments:
             for i in range(segment.count):
                 start = segment.first_row + i * segment.rows
                 sequences[start : start + segment.rows] = segment.first + i
+        if inputs.ragged is not None:
+            sequences = sequences[inputs.ragged.flat]
         self._sequences = sequences  # [N]: which row of the page table each query row reads
 
     def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
-        for row, slot in enumerate(self._inputs.slots.tolist()):
-            page, offset = divmod(slot, slab.shape[2])
-            slab[:, page, offset] = kv[row]
+        _store(slab, kv, self._inputs.slots)
 
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(q)
@@ -48,7 +49,8 @@ class ReferenceAttention:
             zip(self._sequences.tolist(), self._inputs.kv_lens.tolist(), strict=True)
         ):
             pages = slab[:, self._inputs.page_table[sequence]]  # [2 * G, P, block, D]
-            keys, values = pages.flatten(1, 2)[:, :length].to(accumulate).chunk(2)  # [G, length, D] each
+            first = max(0, min(self._shape.first_key, length - 1))
+            keys, values = pages.flatten(1, 2)[:, first:length].to(accumulate).chunk(2)  # [G, seen, D] each
             for head in range(self._shape.heads):
                 scores = keys[head // group] @ q[row, head].to(accumulate) * self._shape.scale
                 out[row, head] = (torch.softmax(scores, 0) @ values[head // group]).to(q.dtype)
@@ -80,6 +82,9 @@ class ReferenceKernels:
     ) -> torch.Tensor:
         return torch.zeros(2 * kv_heads, pages, block_size, head_dim, dtype=dtype, device=self._device)
 
+    def store_kv(self, slab: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
+        _store(slab, kv, slots)
+
     def zero_pages(self, slab: torch.Tensor, pages: torch.Tensor) -> None:
         slab.index_fill_(1, pages, 0.0)
 
@@ -87,3 +92,9 @@ class ReferenceKernels:
         self, inputs: ForwardInputs, shape: AttentionShape, slab: torch.Tensor
     ) -> ReferenceAttention:
         return ReferenceAttention(inputs, shape)
+
+
+def _store(slab: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
+    for row, slot in enumerate(slots.tolist()):
+        page, offset = divmod(slot, slab.shape[2])
+        slab[:, page, offset] = kv[row]

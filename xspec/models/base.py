@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from xspec.kv.layout import KVLayout
+from xspec.kv.layout import Planes
 from xspec.nn.inputs import ForwardInputs
 
 
@@ -25,12 +25,9 @@ class TargetSpec:
     loops: int = 1  # D of a looped transformer; 1 elsewhere
 
     @property
-    def kv_planes(self) -> int:
+    def planes(self) -> Planes:
         """KV slabs the model writes: one per layer and loop."""
-        return self.num_layers * self.loops
-
-    def kv_layout(self, block_size: int, dtype: torch.dtype) -> KVLayout:
-        return KVLayout(self.kv_planes, self.kv_heads, self.head_dim, block_size, dtype)
+        return Planes(self.num_layers * self.loops, self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +56,9 @@ class Target(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] after the final norm -> [N, vocab] in the model's dtype."""
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[N] int64 -> [N, hidden], for drafters that share the embedding."""
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Head weights [D, hidden] of token ids [D], for drafters that share (part of) the head."""

@@ -82,26 +82,45 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._embedding(tokens)
+
+    def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        # The head exists only in packed form: its products with unit vectors are its columns, exactly.
+        size = self.spec.hidden_size
+        unit = torch.eye(size, dtype=self._shape.dtype, device=ids.device)
+        return torch.cat([self._head(part)[:, ids] for part in unit.split(64)]).T.contiguous()
+
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint, and no other."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
-        qkv, output, gate_up, down = _linear_parts(config, layer)
-        inputs = (hidden, config.heads * config.head_dim, hidden, config.inner_size)
-        for parts, size in zip((qkv, output, gate_up, down), inputs, strict=True):
-            for part in parts:
-                shapes[f"{part.name}.weight"] = (part.rows, size)
-                if part.bias:
-                    shapes[f"{part.name}.bias"] = (part.rows,)
-        for name, size in _norm_names(config, layer).items():
-            shapes[name] = (size,)
+        shapes.update(layer_shapes(config, layer_prefix(layer)))
     shapes[FINAL_NORM] = (hidden,)
     if not config.tied_head:
         shapes[HEAD] = (config.vocab_size, hidden)
     if config.rope.scaling is RopeScaling.FACTORS:
         shapes[ROPE_FACTORS] = (config.head_dim // 2,)
+    return shapes
+
+
+def layer_prefix(index: int) -> str:
+    return f"model.layers.{index}."
+
+
+def layer_shapes(config: DecoderConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    qkv, output, gate_up, down = _linear_parts(config, prefix)
+    inputs = (config.hidden_size, config.heads * config.head_dim, config.hidden_size, config.inner_size)
+    for parts, size in zip((qkv, output, gate_up, down), inputs, strict=True):
+        for part in parts:
+            shapes[f"{part.name}.weight"] = (part.rows, size)
+            if part.bias:
+                shapes[f"{part.name}.bias"] = (part.rows,)
+    shapes.update({name: (size,) for name, size in _norm_names(config, prefix).items()})
     return shapes
 
 
@@ -113,11 +132,11 @@ def build_decoder(
     config: DecoderConfig, fill: Fill, kernels: Kernels, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     """Read, fuse and pack layer by layer. Besides the packed model only the matrix at hand is alive."""
-    build = _Builder(config, fill, kernels, dtype, device)
+    build = LayerBuilder(config, fill, kernels, dtype, device)
     shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5, dtype)
     table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     fill(EMBEDDING, table)
-    layers = tuple(build.layer(index, shape) for index in range(config.num_layers))
+    layers = tuple(build.layer(layer_prefix(index), shape) for index in range(config.num_layers))
     norm = build.norm(FINAL_NORM, config.hidden_size)
     if config.tied_head:
         head = kernels.pack_linear(table)
@@ -133,18 +152,21 @@ def build_decoder(
 
 
 @dataclass(frozen=True, slots=True)
-class _Builder:
+class LayerBuilder:
+    """Reads and packs the parts of a decoder, one at a time; drafters build their layers with it too."""
+
     config: DecoderConfig
     fill: Fill
     kernels: Kernels
     dtype: torch.dtype
     device: torch.device
 
-    def layer(self, index: int, shape: AttentionShape) -> Layer:
+    def layer(self, prefix: str, shape: AttentionShape) -> Layer:
+        """The layer whose tensors start with `prefix`."""
         config = self.config
         hidden = config.hidden_size
-        qkv, output, gate_up, down = _linear_parts(config, index)
-        input_norm, mlp_norm, *head_norms = _norm_names(config, index)
+        qkv, output, gate_up, down = _linear_parts(config, prefix)
+        input_norm, mlp_norm, *head_norms = _norm_names(config, prefix)
         attention = GroupedAttention(
             self.kernels,
             shape,
@@ -174,9 +196,9 @@ class _Builder:
         return out
 
 
-def _linear_parts(config: DecoderConfig, layer: int) -> tuple[tuple[LinearPart, ...], ...]:
+def _linear_parts(config: DecoderConfig, prefix: str) -> tuple[tuple[LinearPart, ...], ...]:
     """The fused linears of a layer: qkv, output, gate-up, down."""
-    attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return (
         (
@@ -193,9 +215,8 @@ def _linear_parts(config: DecoderConfig, layer: int) -> tuple[tuple[LinearPart, 
     )
 
 
-def _norm_names(config: DecoderConfig, layer: int) -> dict[str, int]:
+def _norm_names(config: DecoderConfig, prefix: str) -> dict[str, int]:
     """Norm weights of a layer with their sizes: before attention, before the MLP, then of q and k heads."""
-    prefix = f"model.layers.{layer}."
     names = {
         f"{prefix}input_layernorm.weight": config.hidden_size,
         f"{prefix}post_attention_layernorm.weight": config.hidden_size,

@@ -13,6 +13,8 @@ from typing import Any
 from xspec.errors import CheckpointError, UnsupportedError
 from xspec.nn.rope import RopeConfig, RopeScaling
 
+MTP_LAYERS = "num_nextn_predict_layers"
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
@@ -34,6 +36,7 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     head_norm: bool = False  # qk-norm
+    mtp_layers: int = 0  # MTP drafter layers that lie after the model's own in the same checkpoint
 
 
 class ConfigReader:
@@ -162,6 +165,7 @@ def read_decoder(
         norm_eps=config.number(raw, "rms_norm_eps", 1e-6),
         rope=config.rope(),
         tied_head=config.flag("tie_word_embeddings"),
+        mtp_layers=config.size(MTP_LAYERS) if raw.get(MTP_LAYERS) not in (None, 0) else 0,
         **{name: read(config) for name, read in switches.items()},
     )
     config.finish()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from xspec.nn.rope import RopeScaling
 
 Progress = Callable[[int, int], None]
 """Called with (weights read, weights in all) after every tensor."""
+
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -45,6 +48,13 @@ def decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
     return config
 
 
+def mtp_tensors(config: DecoderConfig, names: Iterable[str]) -> frozenset[str]:
+    """Those of the MTP layers the config announces after its own: a drafter's business (draft/mtp.py)."""
+    first, last = config.num_layers, config.num_layers + config.mtp_layers - 1
+    numbered = ((name, _LAYER.match(name)) for name in names)
+    return frozenset(name for name, layer in numbered if layer and first <= int(layer[1]) <= last)
+
+
 def load_target(
     path: Path,
     kernels: Kernels,
@@ -57,7 +67,7 @@ def load_target(
     try:
         config = decoder_config(checkpoint)
         expected = tensor_shapes(config)
-        check_tensors(checkpoint, expected, optional_tensors(config))
+        check_tensors(checkpoint, expected, optional_tensors(config) | mtp_tensors(config, checkpoint.shapes))
         total, done = sum(math.prod(shape) for shape in expected.values()), 0
 
         def fill(name: str, out: torch.Tensor) -> None:

@@ -37,10 +37,22 @@ class GroupedAttention:
         slab: torch.Tensor,
     ) -> torch.Tensor:
         """x, residual [N, hidden] -> residual + attention(x); the rows' keys and values enter `slab`."""
-        qkv = self._qkv(x).view(x.shape[0], -1, self._shape.head_dim)  # [N, H + 2 * G, D]
+        qkv = self._project(x, cos_sin)
+        paged.store(slab, qkv[:, self._shape.heads :])
+        return self._output(paged.attend(qkv[:, : self._shape.heads], slab), residual)
+
+    def publish(self, x: torch.Tensor, cos_sin: CosSin, slab: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the keys and values of x [N, hidden] at `slots` [N], attending to nothing.
+
+        The queries are projected too: splitting the fused weight would cost more memory than it saves time.
+        """
+        self._kernels.store_kv(slab, self._project(x, cos_sin)[:, self._shape.heads :], slots)
+
+    def _project(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+        """[N, H + 2 * G, D]: query, key and value heads, the first two normalised and rotated."""
+        qkv = self._qkv(x).view(x.shape[0], -1, self._shape.head_dim)
         rotated = qkv[:, : self._rotated]
         if self._head_norm is not None:
             rotated.copy_(self._head_norm(rotated))
         self._kernels.rope_(rotated, *cos_sin)
-        paged.store(slab, qkv[:, self._shape.heads :])
-        return self._output(paged.attend(qkv[:, : self._shape.heads], slab), residual)
+        return qkv

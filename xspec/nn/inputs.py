@@ -24,6 +24,18 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Ragged:
+    """Sequences with unequal numbers of rows, laid out densely for attention: W slots a sequence.
+
+    `dense` [S * W]: the flat row in each dense slot (any row of the pass where there is none);
+    `flat` [N]: the dense slot of each flat row. Segments then count dense slots, not flat rows.
+    """
+
+    dense: torch.Tensor
+    flat: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """N flat rows over S sequences. Rows of one sequence are consecutive and ascending in position."""
 
@@ -32,3 +44,4 @@ class ForwardInputs:
     kv_lens: torch.Tensor  # [N] int64: keys each row may see, itself included (causal by construction)
     page_table: torch.Tensor  # [S, P] int64
     segments: tuple[Segment, ...]  # cover all rows, in order
+    ragged: Ragged | None = None  # None: every sequence of a segment has exactly `rows` flat rows

@@ -7,16 +7,24 @@ from xspec.policy.base import PolicyView
 
 
 class FixedPolicy:
-    """Plans `draft_steps` tokens every round; 0 is plain decoding."""
+    """Drafts `draft_steps` tokens every round and verifies `verify_steps` of them (None: all).
+
+    0 of either is plain decoding: what is not verified need not be drafted.
+    """
 
     name = "fixed"
 
-    def __init__(self, draft_steps: int = 0) -> None:
-        self._draft_steps = draft_steps
+    def __init__(self, draft_steps: int = 0, verify_steps: int | None = None) -> None:
+        self._draft_steps = 0 if verify_steps == 0 else draft_steps
+        self._verify_steps = verify_steps if self._draft_steps else None
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
-        steps = self._draft_steps if view.sequence_ids else 0
-        return SpeculationPlan(plan_id=view.plan_id, policy=self.name, draft_steps=steps)
+        return SpeculationPlan(
+            plan_id=view.plan_id,
+            policy=self.name,
+            draft_steps=self._draft_steps if view.sequence_ids else 0,
+            verify_steps=self._verify_steps,
+        )
 
     def observe(self, feedback: RoundFeedback) -> None:
         """Nothing to learn."""

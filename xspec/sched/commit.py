@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xspec.core.drafts import DraftCounts
 from xspec.core.request import FinishReason, Output
-from xspec.core.round import PrefillChunk, RoundPlan, RoundResult, RowFeedback, RowTokens
+from xspec.core.round import DecodeRow, PrefillChunk, RoundPlan, RoundResult, RowFeedback, RowTokens
 from xspec.core.sequence import AfterDrain, Sequence
 from xspec.sched.scheduler import Scheduler
 
@@ -27,32 +28,26 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
     plan = result.plan
     outputs: list[Output] = []
     feedback: list[RowFeedback] = []
-    committed = 0
     for chunk, tokens in zip(plan.batch.chunks, result.chunks, strict=True):
         sequence = scheduler.live[chunk.sequence_id]
         _leave_round(sequence, tokens, reserved=1 if chunk.samples else 0)
         if sequence.finish_reason is None:
             sequence.computed = chunk.end
             _keep_scores(sequence, tokens, chunk)
-            committed += _commit(scheduler, sequence, tokens, outputs)
+            if (output := _commit(scheduler, sequence, tokens)) is not None:
+                outputs.append(output)
         scheduler.settle(sequence)
     for row, tokens in zip(plan.batch.rows, result.rows, strict=True):
         sequence = scheduler.live[row.sequence_id]
-        _leave_round(sequence, tokens, reserved=plan.spec.draft_steps + 1)
+        _leave_round(sequence, tokens, reserved=row.verify + 1)
         if sequence.finish_reason is None:
-            count = _commit(scheduler, sequence, tokens, outputs)
-            committed += count
-            feedback.append(
-                RowFeedback(
-                    sequence_id=row.sequence_id,
-                    proposed=plan.spec.draft_steps,
-                    admitted=plan.spec.draft_steps,
-                    verified=plan.spec.draft_steps,
-                    committed=count,
-                    censored=count < len(tokens.token_ids),
-                )
-            )
+            drafts = _drafts(plan, row, sequence, tokens)
+            if (output := _commit(scheduler, sequence, tokens, drafts)) is not None:
+                outputs.append(output)
+                if output.token_ids:  # of a row that failed nothing is known
+                    feedback.append(_feedback(row, drafts, output, len(tokens.token_ids)))
         scheduler.settle(sequence)
+    committed = sum(len(output.token_ids) for output in outputs)
     return Retired(outputs=tuple(outputs), rows=tuple(feedback), committed_tokens=committed)
 
 
@@ -73,6 +68,7 @@ def fail(scheduler: Scheduler, plan: RoundPlan) -> set[str]:
 def _leave_round(sequence: Sequence, tokens: RowTokens, reserved: int) -> None:
     sequence.in_flight -= 1
     sequence.unseen -= reserved
+    sequence.sure -= 1 if reserved else 0
     sequence.tainted |= tokens.bad  # also of who has left meanwhile: the pages go to somebody else
 
 
@@ -82,46 +78,69 @@ def _keep_scores(sequence: Sequence, tokens: RowTokens, chunk: PrefillChunk) -> 
     sequence.scores.extend(tokens.scored[max(0, kept - chunk.start) :])
 
 
-def _commit(scheduler: Scheduler, sequence: Sequence, tokens: RowTokens, outputs: list[Output]) -> int:
-    """Append tokens up to the first that ends the sequence; returns how many were kept."""
+def _drafts(plan: RoundPlan, row: DecodeRow, sequence: Sequence, tokens: RowTokens) -> DraftCounts | None:
+    """What was drafted for a row, as far as its sequence has room for it; None where nothing was."""
+    drafted = plan.spec.draft_steps if plan.batch.verify and sequence.request.params.speculative else 0
+    room = sequence.max_len - len(sequence.tokens)
+    if tokens.bad or not tokens.token_ids or not drafted or room < 2:
+        return None
+    return DraftCounts.of_row(drafted=drafted, verify=row.verify, room=room, returned=len(tokens.token_ids))
+
+
+def _feedback(row: DecodeRow, drafts: DraftCounts | None, output: Output, returned: int) -> RowFeedback:
+    counted = output.drafts or DraftCounts(0, 0, 0)
+    return RowFeedback(
+        sequence_id=row.sequence_id,
+        proposed=counted.proposed,
+        admitted=0 if drafts is None else drafts.verified,
+        verified=counted.verified,
+        committed=len(output.token_ids),
+        censored=len(output.token_ids) < returned,
+    )
+
+
+def _commit(
+    scheduler: Scheduler, sequence: Sequence, tokens: RowTokens, drafts: DraftCounts | None = None
+) -> Output | None:
+    """Append tokens up to the first that ends the sequence; None when there is nothing to tell."""
     if tokens.bad:
         scheduler.cancel(sequence, FinishReason.ERROR)
-        outputs.append(_failure(sequence, "the model produced logits that are not finite"))
-        return 0
-    first_output = sequence.answer_len == 0
-    kept = 0
-    finish: FinishReason | None = None
-    stop_token: int | None = None
-    for token in tokens.token_ids:
-        sequence.tokens.append(token)
-        kept += 1
-        if token in sequence.stop_ids:
-            finish, stop_token = FinishReason.STOP, token
-        elif len(sequence.tokens) >= sequence.max_len:
-            finish = FinishReason.LENGTH
-        if finish is not None:
-            break
+        return _failure(sequence, "the model produced logits that are not finite")
+    seen = len(sequence.tokens)
+    kept, finish, stop_token = _append(sequence, tokens.token_ids)
     if kept:
         sequence.computed = len(sequence.tokens) - 1  # the last token's KV is written by the next round
-    _publish(scheduler, sequence)
-    if kept:
-        scored = sequence.scored_top is not None and first_output
-        outputs.append(
-            Output(
-                request_id=sequence.request.id,
-                choice=sequence.choice,
-                token_ids=tokens.token_ids[:kept],
-                logprobs=tokens.logprobs[:kept],
-                prompt_logprobs=(None, *sequence.scores) if scored else None,
-                finish_reason=finish,
-                stop_token=stop_token,
-                cached_tokens=sequence.cached_tokens,
-            )
-        )
+    # A stop string is found only once the tokens are text: until then they stay out of the prefix cache.
+    findable = min(sequence.computed, seen) if sequence.request.params.stop else sequence.computed
+    _publish(scheduler, sequence, findable)
     if finish is not None:
         sequence.finish_reason = finish
         scheduler.drain(sequence, AfterDrain.FINISH)
-    return kept
+    if not kept:
+        return None
+    scored = sequence.scored_top is not None and seen == sequence.prompt_len
+    return Output(
+        request_id=sequence.request.id,
+        choice=sequence.choice,
+        token_ids=tokens.token_ids[:kept],
+        logprobs=tokens.logprobs[:kept],
+        prompt_logprobs=(None, *sequence.scores) if scored else None,
+        finish_reason=finish,
+        stop_token=stop_token,
+        cached_tokens=sequence.cached_tokens,
+        drafts=drafts if drafts is None or finish is None else drafts.until(kept),
+    )
+
+
+def _append(sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None, int | None]:
+    """One token after the other until one ends it: (tokens kept, why it ended, by which stop id)."""
+    for kept, token in enumerate(token_ids, start=1):
+        sequence.tokens.append(token)
+        if token in sequence.stop_ids:
+            return kept, FinishReason.STOP, token
+        if len(sequence.tokens) >= sequence.max_len:
+            return kept, FinishReason.LENGTH, None
+    return len(token_ids), None, None
 
 
 def _failure(sequence: Sequence, error: str) -> Output:
@@ -134,14 +153,14 @@ def _failure(sequence: Sequence, error: str) -> Output:
     )
 
 
-def _publish(scheduler: Scheduler, sequence: Sequence) -> None:
-    """Make full blocks of computed tokens findable."""
+def _publish(scheduler: Scheduler, sequence: Sequence, findable: int) -> None:
+    """Make full blocks of the first `findable` tokens, whose KV is computed, findable."""
     pages = scheduler.pages
     if not pages.prefix_cache:
         return
     size = pages.block_size
     hashes = sequence.block_hashes
-    while (len(hashes) + 1) * size <= sequence.computed:
+    while (len(hashes) + 1) * size <= findable:
         start = len(hashes) * size
         parent = hashes[-1] if hashes else b""
         hashes.append(pages.block_hash(parent, sequence.tokens[start : start + size]))

@@ -41,7 +41,10 @@ class Counters:
 class Scheduler:
     """Sequences come in by `add`, leave by stop, limit or `cancel`; every row and page returns."""
 
-    def __init__(self, pages: PageAllocator, limits: Limits, grid: BucketGrid) -> None:
+    def __init__(
+        self, pages: PageAllocator, limits: Limits, grid: BucketGrid, *, draft_block: int = 0
+    ) -> None:
+        """`draft_block`: positions from the last token on that drafting writes to, whatever is verified."""
         if grid.max_rows < limits.max_seqs_per_batch:
             raise ValueError(
                 f"a grid of {grid.max_rows} rows cannot hold {limits.max_seqs_per_batch} sequences"
@@ -49,6 +52,7 @@ class Scheduler:
         self.pages = pages
         self.limits = limits
         self.grid = grid
+        self._draft_block = draft_block
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of seniority
@@ -142,7 +146,7 @@ class Scheduler:
         self._preempted, self._due_pages = False, None
         if self.limits.mix_batch:
             rows = self._plan_rows(spec, grants)
-            chunks = self._plan_chunks(len(rows) * (spec.draft_steps + 1), binds, grants)
+            chunks = self._plan_chunks(self._decode_tokens(rows), binds, grants)
         else:
             chunks = self._plan_chunks(0, binds, grants)
             rows = [] if chunks else self._plan_rows(spec, grants)
@@ -165,9 +169,10 @@ class Scheduler:
     def _shape(self, batch: Batch, spec: SpeculationPlan) -> RoundShape:
         count = len(batch.rows)
         padded = self.grid.fit(count).rows if count else 0
+        width = batch.verify
         return RoundShape(
-            draft_rows=padded if spec.draft_steps else 0,
-            target_rows=padded * (spec.draft_steps + 1) if spec.target_rows is None else spec.target_rows,
+            draft_rows=padded if width else 0,
+            target_rows=padded * (width + 1) if spec.target_rows is None else spec.target_rows,
             prefill_tokens=sum(len(chunk.token_ids) for chunk in batch.chunks),
             kv_pages=max((self.pages.pages_for(row.kv_bound) for row in batch.rows), default=0),
         )
@@ -175,18 +180,29 @@ class Scheduler:
     def _decodable(self) -> list[Sequence]:
         return [s for s in self.running if not s.prefilling and not s.at_limit]
 
+    def _decode_tokens(self, rows: list[DecodeRow]) -> int:
+        """What decode rows take of the token budget. Drafts never take so much that prompts would starve."""
+        with_drafts = sum(row.verify + 1 for row in rows)
+        return max(len(rows), min(with_drafts, self.limits.max_tokens_per_batch // 2))
+
     def _plan_rows(self, spec: SpeculationPlan, grants: list[PageGrant]) -> list[DecodeRow]:
         rows: list[DecodeRow] = []
         for sequence in self._decodable():
             if sequence.status is not Status.RUNNING:  # preempted for a senior one, just above
                 continue
-            kv_bound = min(sequence.reserved + spec.draft_steps, sequence.max_len)
+            verify = spec.width if sequence.request.params.speculative else 0
+            # The last token sits at reserved - 1 at most; verification and drafting write from there on.
+            written = max(verify + 1, self._draft_block if spec.draft_steps else 0)
+            kv_bound = min(sequence.reserved - 1 + written, sequence.max_len)
             if not self._grant(sequence, kv_bound, grants):
                 continue
             assert sequence.row is not None
-            rows.append(DecodeRow(row=sequence.row, sequence_id=sequence.id, kv_bound=kv_bound))
+            rows.append(
+                DecodeRow(row=sequence.row, sequence_id=sequence.id, kv_bound=kv_bound, verify=verify)
+            )
             sequence.in_flight += 1
-            sequence.unseen += spec.draft_steps + 1
+            sequence.unseen += verify + 1
+            sequence.sure += 1
         return rows
 
     def _grant(self, sequence: Sequence, kv_bound: int, grants: list[PageGrant]) -> bool:
@@ -274,6 +290,7 @@ class Scheduler:
         sequence.submitted = end
         sequence.in_flight += 1
         sequence.unseen += 1 if samples else 0
+        sequence.sure += 1 if samples else 0
         return count
 
     def _admit(self, sequence: Sequence, budget: int, binds: list[RowBind], grants: list[PageGrant]) -> bool:
@@ -310,6 +327,8 @@ class Scheduler:
                 prompt_len=sequence.prompt_len,
                 token_ids=tuple(tokens),
                 stop_ids=tuple(sorted(sequence.stop_ids)),
+                max_len=sequence.max_len,
+                hit_page=pages[hit // self.pages.block_size - 1] if hit else None,
             )
         )
         return True

@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from xspec.engine.api import TextOutput
-from xspec.server.generation import Indexed, Usage
+from xspec.server.generation import Acceptance, Indexed, Usage
 from xspec.server.problems import internal, problem_of
 from xspec.server.schema import StreamOptions
 from xspec.server.sse import ChunkFrames, SseResponse
@@ -35,26 +35,44 @@ class Choice(Protocol):
 
 
 class Answer:
-    """One response: its stamp, its choices in order (prompt by prompt), its token counts."""
+    """One response: its stamp, its choices in order (prompt by prompt), its token counts.
+
+    `draft_width`: most tokens drafted in a round, 0 without a drafter.
+    """
 
     def __init__(
-        self, stamp: Mapping[str, Any], choices: Sequence[Choice], per_prompt: int, usage: Usage
+        self,
+        stamp: Mapping[str, Any],
+        choices: Sequence[Choice],
+        per_prompt: int,
+        usage: Usage,
+        draft_width: int,
     ) -> None:
         self.stamp = stamp
         self._choices = choices
         self._per_prompt = per_prompt
         self._usage = usage
+        self._acceptance = Acceptance(draft_width, len(choices))
 
     def _choice(self, item: Indexed) -> Choice:
         return self._choices[item.prompt * self._per_prompt + item.output.choice]
 
+    def _add(self, item: Indexed) -> Choice:
+        self._usage.add(item)
+        self._acceptance.add(item.output)
+        choice = self._choice(item)
+        choice.add(item.output)
+        return choice
+
     async def whole(self, batches: AsyncIterator[list[Indexed]]) -> web.Response:
         async for batch in batches:
             for item in batch:
-                self._usage.add(item)
-                self._choice(item).add(item.output)
-        body = {**self.stamp, "choices": [choice.whole() for choice in self._choices]}
-        return json_response({**body, "usage": self._usage.total()})
+                self._add(item)
+        body: dict[str, Any] = {**self.stamp, "choices": [choice.whole() for choice in self._choices]}
+        body["usage"] = self._usage.total()
+        if (metrics := self._acceptance.metrics()) is not None:
+            body["metrics"] = metrics
+        return json_response(body)
 
     async def streamed(
         self, request: web.Request, batches: AsyncIterator[list[Indexed]], options: StreamOptions
@@ -63,16 +81,14 @@ class Answer:
 
         def frames(batch: list[Indexed]) -> Iterable[bytes]:
             for item in batch:
-                self._usage.add(item)
-                choice = self._choice(item)
-                choice.add(item.output)
+                choice = self._add(item)
                 usage = self._usage.of_choice(item) if options.continuous_usage_stats else None
                 for chunk in choice.take_chunks():
                     yield chunks.choice(chunk, usage)
 
         def ending() -> Iterable[bytes]:
             if options.include_usage:
-                yield chunks.usage(self._usage.total())
+                yield chunks.usage(self._usage.total(), self._acceptance.metrics())
 
         return await _send(request, batches, frames, ending)
 

@@ -106,6 +106,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             [_Choice(index, ids, body, tokenizer) for index in range(common.params.n)],
             common.params.n,
             Usage([len(ids)]),
+            engine.draft_width,
         )
         async with generation(engine, [ids], common.params, response_id) as batches:
             if common.stream:

@@ -110,6 +110,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             _choices(engine, body, prompts),
             common.params.n,
             Usage([len(each) for each in ids], count_answers=not body.scoring),
+            engine.draft_width,
         )
         async with generation(engine, ids, common.params, response_id) as batches:
             if common.stream:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
+from xspec.core.drafts import DraftTally
 from xspec.core.request import FinishReason, SamplingParams
 from xspec.engine.api import Engine, Phase, TextOutput, TextStream
 from xspec.errors import EngineDeadError, EngineError, OverloadedError
@@ -159,6 +160,42 @@ def _failure(engine: Engine, output: TextOutput) -> Exception | None:
     if output.finish_reason is FinishReason.ABORT:
         return OverloadedError("the request was aborted: the server is shutting down", draining=True)
     return None
+
+
+class Acceptance:
+    """How the drafts of one HTTP response fared, in vLLM's shape (its per-request acceptance metrics).
+
+    `width`: most tokens drafted in a round, 0 without a drafter. Like vLLM's it describes one stream of
+    tokens: a response with several choices or prompts has none.
+    """
+
+    def __init__(self, width: int, choices: int) -> None:
+        self._loaded = width > 0
+        self._tally = DraftTally(width) if width and choices == 1 else None
+
+    def add(self, output: TextOutput) -> None:
+        if self._tally is not None and output.drafts is not None:
+            self._tally.add(output.drafts, len(output.token_ids))
+
+    def metrics(self) -> dict[str, object] | None:
+        """The `metrics` object of the response; None where it must not have one: no drafter is loaded."""
+        if not self._loaded:
+            return None
+        return {"speculative_decoding": None if self._tally is None else acceptance(self._tally)}
+
+
+def acceptance(tally: DraftTally) -> dict[str, object]:
+    totals = tally.totals()
+    return {
+        "mean_acceptance_length": totals.mean_acceptance_length or 1.0,
+        "draft_acceptance_rate": totals.acceptance_rate or 0.0,
+        "acceptance_histogram": tally.histogram,
+        "acceptance_histogram_by_draft_length": {str(k): row for k, row in tally.by_length.items()},
+        "num_spec_steps": totals.drafts,
+        "num_accepted_draft_tokens": totals.accepted_tokens,
+        "num_draft_tokens": totals.draft_tokens,
+        "num_spec_tokens": tally.width,
+    }
 
 
 class Usage:

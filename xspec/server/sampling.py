@@ -148,6 +148,7 @@ def read_sampling(
         n=n,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        speculative=fields.boolean("speculative", True),
     )
 
 

@@ -36,8 +36,10 @@ class ChunkFrames:
             return self._head + orjson.dumps(choice) + self._end
         return self._head + orjson.dumps(choice) + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
-    def usage(self, usage: Mapping[str, Any]) -> bytes:
-        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+    def usage(self, usage: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> bytes:
+        """The chunk without choices that closes a stream with usage; `metrics` ride along if any."""
+        more = b"" if metrics is None else b',"metrics":' + orjson.dumps(metrics)
+        return self._head + b'],"usage":' + orjson.dumps(usage) + more + b"}\n\n"
 
 
 class SseResponse:

@@ -55,6 +55,10 @@ class SampleNeeds:
     logprob_rows: tuple[int, ...] = ()
     logprob_tops: tuple[int, ...] = ()
 
+    @property
+    def penalised(self) -> bool:
+        return any(group.kind.penalised for group in self.groups)
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:

@@ -11,9 +11,11 @@ from typing import Any
 import aiohttp
 import orjson
 
+from xspec.core.drafts import DraftTotals
 from xspec.errors import ConfigError
 from xspec_cli.benchlib.load import Answer, AskOptions, Clock, TargetError
 from xspec_cli.benchlib.prompts import Prompt
+from xspec_cli.benchlib.speculation import read_draft_totals
 
 NO_USAGE = "the stream carried no usage; the server must honour stream_options.include_usage"
 
@@ -151,6 +153,17 @@ class HttpTarget:
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
             return None
         return str(body["version"]) if isinstance(body, dict) and "version" in body else None
+
+    async def draft_totals(self) -> DraftTotals | None:
+        """/metrics is a custom of vLLM, xspec and others: None where nothing of the kind answers.
+
+        It counts all that the server does: figures of a run are right as long as nobody else asks it.
+        """
+        try:
+            async with self._session.get(f"{self._url}/metrics") as response:
+                return read_draft_totals(await response.text()) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, OverflowError):
+            return None
 
     async def ask(self, prompt: Prompt, seed: int, clock: Clock) -> Answer:
         path = "/v1/chat/completions" if self._options.chat else "/v1/completions"

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from xspec.core.drafts import DraftTotals
 from xspec_cli.benchlib.prompts import Prompt
 from xspec_cli.benchlib.samples import Sample
 
@@ -64,6 +65,9 @@ class Target(Protocol):
 
     async def ask(self, prompt: Prompt, seed: int, clock: Clock) -> Answer:
         """Send one prompt and read its stream to the end; TargetError if it fails."""
+
+    async def draft_totals(self) -> DraftTotals | None:
+        """Counters of speculation since the target's start; None where there are none to be read."""
 
 
 def poisson_arrivals(count: int, rate_rps: float, seed: int) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 
+from xspec.core.drafts import DraftTotals
 from xspec.core.request import FinishReason, SamplingParams
 from xspec.engine.api import Engine
 from xspec.errors import ConfigError, XspecError
@@ -33,6 +34,9 @@ class EngineTarget:
             return tokenizer.encode(self._chat.render(prompt.as_messages()), add_special_tokens=False)
         assert prompt.text is not None
         return tokenizer.encode(prompt.text)
+
+    async def draft_totals(self) -> DraftTotals | None:
+        return self._engine.metrics.draft_totals()
 
     async def ask(self, prompt: Prompt, seed: int, clock: Clock) -> Answer:
         params = SamplingParams(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from xspec_cli.benchlib.load import Level, Target, run_load
 from xspec_cli.benchlib.prompts import Prompt, take
 from xspec_cli.benchlib.samples import RunFigures, Sample, figures
+from xspec_cli.benchlib.speculation import SpeculationFigures, speculation_figures
 from xspec_cli.benchlib.stats import Ratio, paired_ratio
 
 RATE_WARMUP = 8
@@ -52,6 +53,7 @@ class Run:
     target: str
     samples: tuple[Sample, ...]
     figures: RunFigures
+    speculation: SpeculationFigures | None = None
 
 
 async def run_plan(
@@ -73,8 +75,10 @@ async def run_plan(
                         target, warm, level, options.seed, f"{target.name}, {level}: warm-up", report
                     )
                 what = f"{target.name}, {level}, round {round_index + 1} of {options.rounds}"
+                before = await target.draft_totals()
                 samples = await _reported(target, chosen, level, options.seed + round_index, what, report)
-                runs.append(Run(level, round_index, target.name, tuple(samples), figures(samples)))
+                drafted = speculation_figures(before, await target.draft_totals())
+                runs.append(Run(level, round_index, target.name, tuple(samples), figures(samples), drafted))
     return runs
 
 

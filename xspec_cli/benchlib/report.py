@@ -50,6 +50,7 @@ def _block(runs: Sequence[Run], level: str, target: str) -> list[str]:
         f"  output tokens/s {_number(median([run.figures.output_tokens_per_s for run in runs]))}"
         f"   requests/s {_number(median([run.figures.requests_per_s for run in runs]))}"
         f"   completed {completed}   failed {failed}",
+        *_speculation(runs),
         "  " + " " * 8 + "".join(f"{name:>10}" for name, _ in COLUMNS),
     ]
     for name, latency in LATENCIES:
@@ -57,6 +58,16 @@ def _block(runs: Sequence[Run], level: str, target: str) -> list[str]:
         cells = [_number(median(list(map(part, summaries))) if summaries else None) for _, part in COLUMNS]
         lines.append(f"  {name + ' ms':<8}" + "".join(f"{cell:>10}" for cell in cells))
     return lines
+
+
+def _speculation(runs: Sequence[Run]) -> list[str]:
+    found = [run.speculation for run in runs if run.speculation is not None]
+    if not found:
+        return []
+    length = median([drafted.mean_acceptance_length for drafted in found])
+    places = zip(*(drafted.position_rates for drafted in found), strict=False)
+    rates = " ".join(f"{median(list(rates)):.2f}" for rates in places)
+    return [f"  acceptance length {length:.2f}   drafts accepted up to each place {rates}"]
 
 
 def _number(value: float | None) -> str:

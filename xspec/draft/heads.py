@@ -1,0 +1,124 @@
+"""The small heads of a block drafter: the Markov bias between drafted tokens, and confidence in them.
+
+Owns what is added to the base logits of a slot and what becomes of its outcome; knows nothing of attention,
+caches or checkpoint dialects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xspec.kernels.base import PackedLinear
+from xspec.nn.embed import Embedding
+
+
+class Markov(Protocol):
+    """First-order dependence inside a block: what slot k adds to its logits, knowing token k - 1."""
+
+    def embed(self, previous: torch.Tensor) -> torch.Tensor:
+        """Target ids [R] -> [R, r]."""
+
+    def bias(self, base: torch.Tensor, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """base [R, D], hidden [R, H] of the slot, embedded [R, r] -> logits [R, D]; `base` is kept."""
+
+
+class NoMarkov:
+    """Slots that do not know each other's tokens (DFlash)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def embed(self, previous: torch.Tensor) -> torch.Tensor:
+        return torch.empty(previous.shape[0], 0, dtype=self._dtype, device=previous.device)
+
+    def bias(self, base: torch.Tensor, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return base
+
+
+class VanillaMarkov:
+    """Logits + W2 W1[previous] (DSpark, arXiv 2607.05147, section 3.1). W1 [V, r], W2 [D, r]."""
+
+    def __init__(self, table: Embedding, output: PackedLinear) -> None:
+        self._table, self._output = table, output
+
+    def embed(self, previous: torch.Tensor) -> torch.Tensor:
+        return self._table(previous)
+
+    def bias(self, base: torch.Tensor, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return self._output(embedded, base)
+
+
+class GatedMarkov:
+    """Logits + W2 (sigmoid(G [h ; e]) * e) with e = W1[previous]; G [r, H + r] has a bias."""
+
+    def __init__(self, table: Embedding, output: PackedLinear, gate: PackedLinear) -> None:
+        self._table, self._output, self._gate = table, output, gate
+
+    def embed(self, previous: torch.Tensor) -> torch.Tensor:
+        return self._table(previous)
+
+    def bias(self, base: torch.Tensor, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(self._gate(torch.cat((hidden, embedded), -1)))
+        return self._output(gate * embedded, base)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """B drafted slots of R lanes, slot-major."""
+
+    hidden: torch.Tensor  # [B, R, H] after the drafter's norm
+    embedded: Sequence[torch.Tensor]  # B times [R, r]: of the token before each slot's
+    logits: Sequence[torch.Tensor]  # B times [R, D], Markov bias included
+    columns: Sequence[torch.Tensor]  # B times [R]: which were picked
+
+
+class Signals(Protocol):
+    """How likely each drafted token is accepted if those before it are."""
+
+    def __call__(self, block: Block) -> torch.Tensor:
+        """-> [R, B] float32."""
+
+
+class ConfidenceHead:
+    """sigmoid((w . [h ; e] + b) / T_k + o_k), in fp32 at least: half types round it to exactly 1.
+
+    `weight` [H] or, with the Markov embedding as input, [H + r]; `bias` [1]; `temperatures` and `offsets`
+    [B] calibrate each slot. It reads the slot's hidden state and the token before it, so it never sees the
+    draw it judges.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        temperatures: torch.Tensor,
+        offsets: torch.Tensor,
+        *,
+        with_markov: bool,
+    ) -> None:
+        self._weight, self._bias, self._with_markov = weight, bias, with_markov
+        self._temperatures, self._offsets = temperatures[:, None], offsets[:, None]
+
+    def __call__(self, block: Block) -> torch.Tensor:
+        features = block.hidden
+        if self._with_markov:
+            features = torch.cat((features, torch.stack(tuple(block.embedded))), -1)
+        logits = features.to(self._weight.dtype) @ self._weight + self._bias  # [B, R]
+        return torch.sigmoid((logits + self._offsets) / self._temperatures).T.float()
+
+
+class SelectedProbability:
+    """For checkpoints without a confidence head: the softmax probability of the token picked."""
+
+    def __call__(self, block: Block) -> torch.Tensor:
+        slots = zip(block.logits, block.columns, strict=True)
+        return torch.stack([_selected(logits, columns) for logits, columns in slots], 1)
+
+
+def _selected(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide.gather(1, columns[:, None])[:, 0] - wide.logsumexp(1)).exp().float()

@@ -1,0 +1,46 @@
+"""Which drafter an algorithm's name means. The only module that knows them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from xspec.draft.base import Drafter
+from xspec.draft.dspark import DSparkDrafter
+from xspec.draft.mtp import MtpDrafter
+from xspec.errors import ConfigError
+from xspec.kernels.base import Kernels
+from xspec.models.base import Target
+
+ALGORITHMS = ("MTP", "DSpark")
+
+
+def load_drafter(
+    algorithm: str,
+    path: Path | None,
+    *,
+    model: Path,
+    target: Target,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    steps: int,
+) -> Drafter:
+    """--speculative_algorithm (any case) over --draft_model `path`, up to --num_speculative_tokens `steps`.
+
+    `path` None: what the target's own files at `model` bring. The drafter still has to be attached.
+    ConfigError names the flag or the checkpoint's key that does not fit.
+    """
+    match algorithm.lower():
+        case "mtp":
+            return MtpDrafter.load(
+                path, model=model, target=target, kernels=kernels, dtype=dtype, device=device, steps=steps
+            )
+        case "dspark":
+            if path is None:
+                raise ConfigError(f"--speculative_algorithm={algorithm} needs --draft_model=DIR")
+            return DSparkDrafter.load(
+                path, target=target, kernels=kernels, dtype=dtype, device=device, steps=steps
+            )
+    raise ConfigError(f"--speculative_algorithm={algorithm}: allowed: {', '.join(ALGORITHMS)}")

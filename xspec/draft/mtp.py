@@ -1,0 +1,207 @@
+"""Multi-token prediction: one decoder layer over [embedding; hidden], used again for every step.
+
+Owns the boundary states and what is written into the draft slab; embedding and head are the target's.
+The pair of token t + 1 and the target's hidden of position t lies at position t + 1, so that draft K/V is
+valid exactly where the target's is. Position 0 has no pair, and its key is never seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
+from xspec.draft.checkpoint import DraftHead, check_against_target, read_draft_vocabulary, share_head
+from xspec.draft.mtp_config import HiddenState, MtpConfig, open_mtp
+from xspec.errors import ConfigError
+from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
+from xspec.kv.layout import Planes
+from xspec.models.base import Hidden, Target
+from xspec.models.blocks import Layer, LayerBuilder
+from xspec.nn.linear import LinearPart
+from xspec.nn.norm import RMSNorm
+from xspec.nn.rope import Rope, inverse_frequencies
+
+MAX_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MtpModule:
+    """The packed weights: x = join([embedding_norm(embedding); hidden_norm(hidden)]), layer, norm."""
+
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
+    join: PackedLinear
+    layer: Layer
+    norm: RMSNorm
+    rope: Rope
+    shape: AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """`boundary` [rows, hidden]: the target's hidden state of the last position published, per device row."""
+
+    boundary: torch.Tensor
+    slab: torch.Tensor
+    page_state: torch.Tensor  # [pages, hidden]: the same of each full page's last position
+    sink_page: int
+    block_size: int
+
+
+class MtpDrafter:
+    """A Drafter (draft/base.py). DeepSeek-V3 report, section 2.2, with one module for all depths."""
+
+    def __init__(
+        self,
+        config: MtpConfig,
+        module: MtpModule,
+        target: Target,
+        kernels: Kernels,
+        head: DraftHead,
+        steps: int,
+    ) -> None:
+        layer = config.layer
+        self.spec = DrafterSpec(
+            name="mtp",
+            steps=tuple(range(1, steps + 1)),
+            planes=Planes(1, layer.kv_heads, layer.head_dim, page_state=layer.hidden_size),
+        )
+        self._config, self._module = config, module
+        self._target, self._kernels, self._head = target, kernels, head
+        self._memory: _Memory | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | None,
+        *,
+        model: Path,
+        target: Target,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        steps: int,
+    ) -> MtpDrafter:
+        """Read --draft_model `path`, or with None the MTP layer that the target's files at `model` bring.
+
+        `steps`: the largest K. ConfigError names what does not fit the formats or the target.
+        """
+        if not 1 <= steps <= MAX_STEPS:
+            raise ConfigError(
+                f"--num_speculative_tokens={steps}: allowed with MTP: integers from 1 to {MAX_STEPS}"
+            )
+        checkpoint, config = open_mtp(path, model)
+        try:
+            layer = config.layer
+            check_against_target(checkpoint.name, layer.hidden_size, layer.vocab_size, target.spec)
+            ids = read_draft_vocabulary(checkpoint, layer.vocab_size)
+            module = _build(config, LayerBuilder(layer, checkpoint.read, kernels, dtype, device))
+        finally:
+            checkpoint.close()
+        return cls(config, module, target, kernels, share_head(target, kernels, ids, device), steps)
+
+    def attach(
+        self,
+        rows: int,
+        slabs: tuple[torch.Tensor, ...],
+        page_state: torch.Tensor,
+        sink_page: int,
+        block_size: int,
+    ) -> None:
+        (slab,) = slabs
+        self._memory = _Memory(
+            page_state.new_zeros(rows, page_state.shape[1]), slab, page_state, sink_page, block_size
+        )
+
+    def bind(self, row: int, last_page: int | None) -> None:
+        memory = self._attached()
+        if last_page is None:
+            memory.boundary[row].zero_()
+        else:
+            memory.boundary[row].copy_(memory.page_state[last_page])
+
+    def draft(self, context: DraftContext, steps: int) -> Draft:
+        """Step j runs the pair of the newest token and its hidden state at position p + j - 1."""
+        memory, module = self._attached(), self._module
+        tokens, hidden = context.last_tokens, memory.boundary[context.rows]
+        picked, signals = [], []
+        for step in range(steps):
+            inputs = context.inputs(step, 1, True)
+            paged = self._kernels.paged_attention(inputs, module.shape, memory.slab)
+            x = self._pair(tokens, hidden)
+            cos_sin = module.rope(inputs.positions)
+            residual = module.layer.attention(module.layer.input_norm(x), x, cos_sin, paged, memory.slab)
+            residual = module.layer.mlp(module.layer.mlp_norm(residual), residual)
+            state = Hidden(module.norm(residual), residual)
+            logits = self._head.logits(state.last)
+            columns = context.pick(logits, context.positions + (step + 1), self._head.ids)
+            tokens, hidden = self._head.tokens(columns), _state(state, self._config.step_hidden)
+            picked.append(tokens)
+            signals.append(_probability(logits, columns))
+        return Draft(torch.stack(picked, 1), torch.stack(signals, 1))
+
+    def publish(self, published: Published) -> None:
+        memory, module = self._attached(), self._module
+        inputs, lanes, rows = published.inputs, published.lanes, published.rows
+        states = _state(published.hidden, self._config.target_hidden)  # [N, hidden]
+        offsets = torch.arange(lanes.shape[0], device=lanes.device) - published.first[lanes]
+        facts = offsets < published.committed[lanes]
+
+        # Each row goes with the state of the row before it, a sequence's first with its boundary.
+        boundary = memory.boundary[rows]  # [S, hidden]
+        before = torch.cat((states[:1], states[:-1]))
+        before = torch.where((offsets == 0).unsqueeze(1), boundary[lanes], before)
+        x = module.layer.input_norm(self._pair(published.tokens, before))
+        kept = facts & (inputs.positions > 0)
+        slots = inputs.slots.where(kept, inputs.slots.new_full((), memory.sink_page * memory.block_size))
+        module.layer.attention.publish(x, module.rope(inputs.positions), memory.slab, slots)
+
+        # A page's last state is kept with the page: a prefix-cache hit ends there.
+        ends = facts & ((inputs.positions + 1) % memory.block_size == 0)
+        pages = (inputs.slots // memory.block_size).where(ends, inputs.slots.new_full((), memory.sink_page))
+        memory.page_state.index_copy_(0, pages, states)
+
+        last = (published.first + published.committed - 1).clamp(min=0)
+        moved = (published.committed > 0).unsqueeze(1)
+        memory.boundary.index_copy_(0, rows, torch.where(moved, states[last], boundary))
+
+    def _pair(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[N] tokens, [N, hidden] states of the positions before them -> [N, hidden], the layer's input."""
+        module = self._module
+        embedding = module.embedding_norm(self._target.embed(tokens))
+        return module.join(torch.cat((embedding, module.hidden_norm(hidden)), 1))
+
+    def _attached(self) -> _Memory:
+        if self._memory is None:
+            raise RuntimeError("the MTP drafter was used before attach()")
+        return self._memory
+
+
+def _build(config: MtpConfig, build: LayerBuilder) -> MtpModule:
+    layer, names = config.layer, config.names
+    hidden = layer.hidden_size
+    shape = AttentionShape(
+        layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim**-0.5, build.dtype, first_key=1
+    )
+    return MtpModule(
+        embedding_norm=build.norm(f"{names.embedding_norm}.weight", hidden),
+        hidden_norm=build.norm(f"{names.hidden_norm}.weight", hidden),
+        join=build.linear((LinearPart(names.join, hidden, False),), 2 * hidden),
+        layer=build.layer(names.layer, shape),
+        norm=build.norm(f"{names.norm}.weight", hidden),
+        rope=Rope(inverse_frequencies(layer.rope, layer.head_dim), build.dtype, build.device),
+        shape=shape,
+    )
+
+
+def _state(hidden: Hidden, which: HiddenState) -> torch.Tensor:
+    return hidden.last if which is HiddenState.NORMED else hidden.residual
+
+
+def _probability(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """[N, D], [N] -> [N] float32: the drafter's own probability of what it picked."""
+    wide = logits.float()
+    return (wide.gather(1, columns.unsqueeze(1)).squeeze(1) - wide.logsumexp(1)).exp()

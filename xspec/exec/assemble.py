@@ -1,0 +1,198 @@
+"""From a config and a checkpoint to everything that computes a round, built once on the launch thread.
+
+Shared by the engine, calibration and training; knows nothing of asyncio, text or HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from xspec.config import Config
+from xspec.core.shapes import BucketGrid
+from xspec.draft.base import Drafter
+from xspec.errors import ConfigError, UnsupportedError
+from xspec.exec.graphs import Parts, RoundGraphs
+from xspec.exec.pick import Picker
+from xspec.exec.rows import DeviceRows
+from xspec.exec.runner import Runner
+from xspec.kv.layout import KVLayout
+from xspec.kv.pool import RESERVED_PAGES, KVPool
+from xspec.models.base import Target
+from xspec.models.loader import load_target
+from xspec.platform.base import Platform
+from xspec.progress import Progress
+from xspec.sched.pages import PageAllocator
+from xspec.sched.scheduler import Limits, Scheduler
+from xspec.verify.state import SamplingState
+
+logger = logging.getLogger(__name__)
+
+MakeDrafter = Callable[[Target], Drafter]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What the launch thread builds."""
+
+    target: Target
+    drafter: Drafter
+    runner: Runner
+    pool: KVPool
+    grid: BucketGrid
+    max_model_len: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What the policy may plan: draft steps and verified drafts, 0 (plain) always included."""
+
+    steps: Sequence[int] = ()
+    widths: Sequence[int] = ()
+
+
+def check_abilities(config: Config, platform: Platform) -> torch.dtype:
+    """Every demand on the platform at once; returns the dtype to compute in."""
+    reasons: list[str] = []
+    abilities = platform.abilities
+    name = config.model.dtype
+    dtype = abilities.default_dtype if name == "auto" else getattr(torch, name)
+    if dtype not in abilities.dtypes:
+        allowed = sorted(str(d).removeprefix("torch.") for d in abilities.dtypes)
+        reasons.append(f"--dtype={name}: {platform.name} computes in {', '.join(allowed)}")
+    backend = config.execution.python_graph_backend
+    if backend != "auto" and backend not in abilities.graph_backends:
+        known = ", ".join(sorted(abilities.graph_backends))
+        reasons.append(f"--python_graph_backend={backend}: {platform.name} has {known}")
+    if reasons:
+        raise UnsupportedError("this configuration cannot run", reasons)
+    return dtype
+
+
+@torch.inference_mode()
+def assemble(
+    config: Config,
+    platform: Platform,
+    path: Path,
+    make_drafter: MakeDrafter,
+    speculation: Callable[[Drafter], Speculation],
+    progress: Progress,
+) -> Assembly:
+    """Load target and drafter, allocate, warm up. ConfigError names the flag that cannot be honoured."""
+    dtype = check_abilities(config, platform)
+    kernels, device = platform.kernels(), platform.device()
+    target = load_target(
+        path, kernels, dtype=dtype, device=device, progress=partial(progress, "loading")
+    )
+    drafter = make_drafter(target)
+    spec = target.spec
+    layout = KVLayout(spec.planes, config.cache.block_size, dtype, drafter.spec.planes)
+    pages, max_model_len = _size_cache(config, platform, target, layout)
+    pool = KVPool(layout, pages, kernels, device)
+    max_seqs = config.scheduler.max_seqs_per_batch
+    rows = DeviceRows(
+        max_seqs, layout.pages_of(max_model_len), layout.block_size, device, sink_page=pool.sink_page
+    )
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    sampling = SamplingState(max_seqs + 1, spec.vocab_size, device, dtype=exact)
+    drafter.attach(max_seqs + 1, pool.draft, pool.page_state, pool.sink_page, layout.block_size)
+    grid = _grid(config, platform)
+    backend = config.execution.python_graph_backend
+    backend = platform.abilities.default_graph_backend if backend == "auto" else backend
+    picker = Picker(sampling, probabilistic=config.speculation.enable_probabilistic_draft)
+    allowed = speculation(drafter)
+    graphs = RoundGraphs(
+        Parts(platform, target, drafter, rows, pool.target, picker),
+        grid=grid,
+        slots=ring_slots(config, platform),
+        steps=allowed.steps,
+        widths=allowed.widths,
+        enabled=config.execution.enable_graph and backend != "off",
+    )
+    runner = Runner(
+        platform=platform,
+        target=target,
+        drafter=drafter,
+        rows=rows,
+        sampling=sampling,
+        kv=pool.target,
+        slabs=pool.slabs,
+        graphs=graphs,
+    )
+    if not config.execution.disable_graph_warmup:
+        graphs.capture_all(progress)
+    return Assembly(target, drafter, runner, pool, grid, max_model_len, dtype)
+
+
+def make_scheduler(config: Config, parts: Assembly) -> Scheduler:
+    settings = config.scheduler
+    pages = PageAllocator(
+        parts.pool.usable_pages, config.cache.block_size, prefix_cache=config.cache.enable_prefix_cache
+    )
+    chunk = settings.max_tokens_per_chunk_for_prefill
+    limits = Limits(
+        max_tokens_per_batch=settings.max_tokens_per_batch,
+        max_seqs_per_batch=settings.max_seqs_per_batch,
+        max_tokens_per_chunk=settings.max_tokens_per_batch if chunk == -1 else chunk,
+        chunked_prefill=settings.enable_chunked_prefill,
+        mix_batch=settings.enable_mix_batch,
+        admission_memory_threshold=settings.prefill_scheduling_memory_usage_threshold,
+    )
+    return Scheduler(pages, limits, parts.grid, draft_block=parts.drafter.spec.block)
+
+
+def ring_slots(config: Config, platform: Platform) -> int:
+    """Overlap off is the same engine with the ring cut to one slot."""
+    overlapped = config.scheduler.enable_schedule_overlap and config.scheduler.enable_task_pipeline
+    return platform.abilities.ring_slots if overlapped else 1
+
+
+def _grid(config: Config, platform: Platform) -> BucketGrid:
+    max_seqs = config.scheduler.max_seqs_per_batch
+    if config.execution.enable_graph_mode_decode_no_padding:
+        return BucketGrid.exact(max_seqs)
+    return platform.bucket_grid(max_seqs)
+
+
+def _size_cache(config: Config, platform: Platform, target: Target, layout: KVLayout) -> tuple[int, int]:
+    """(pages with the reserved ones, max_model_len): one sequence of full length must always fit."""
+    asked = config.model.max_model_len
+    longest = target.spec.max_position
+    if asked > longest:
+        raise ConfigError(f"--max_model_len={asked}: the checkpoint allows at most {longest}")
+    max_model_len = asked or longest
+    budget = config.cache.max_cache_size or _default_cache_bytes(config, platform, layout, max_model_len)
+    useful = config.scheduler.max_seqs_per_batch * layout.pages_of(max_model_len) + RESERVED_PAGES
+    pages = min(layout.pages_for(budget), useful)
+    capacity = max(0, pages - RESERVED_PAGES) * layout.block_size
+    if capacity < max_model_len and asked:
+        raise ConfigError(
+            f"--max_model_len={asked} does not fit a KV cache of {budget} bytes, which holds {capacity} "
+            f"tokens of {layout.token_bytes} bytes: raise --max_cache_size or lower --max_model_len"
+        )
+    if capacity < max_model_len:
+        logger.warning(
+            "max_model_len is %d, not the checkpoint's %d: the KV cache holds no more", capacity, longest
+        )
+        max_model_len = capacity
+    if not config.scheduler.enable_chunked_prefill and config.scheduler.max_tokens_per_batch < max_model_len:
+        raise ConfigError(
+            f"--enable_chunked_prefill=false needs --max_tokens_per_batch of at least max_model_len "
+            f"({max_model_len}), got {config.scheduler.max_tokens_per_batch}"
+        )
+    return pages, max_model_len
+
+
+def _default_cache_bytes(config: Config, platform: Platform, layout: KVLayout, max_model_len: int) -> int:
+    """`max_memory_utilization` of what is free, but no more than the platform takes unasked."""
+    free, _ = platform.memory_bytes()
+    share = int(free * config.cache.max_memory_utilization)
+    modest = platform.abilities.modest_cache_bytes
+    one_sequence = (layout.pages_of(max_model_len) + RESERVED_PAGES) * layout.page_bytes
+    return share if modest is None else min(share, max(modest, one_sequence))
