@@ -71,6 +71,8 @@ def test_limits_of_a_sequence_count_what_is_in_flight() -> None:
     s.unseen = 1
     assert (s.reserved, s.at_limit) == (6, False)
     s.unseen = 2
+    assert (s.reserved, s.at_limit) == (7, False)  # the rounds in flight may fill it, or may not
+    s.sure = 2
     assert (s.reserved, s.at_limit) == (7, True)
 
 

@@ -17,6 +17,7 @@ from tiny_dspark import BLOCK, Sizes
 
 from xspec.draft.base import Published
 from xspec.draft.dspark import DSparkDrafter
+from xspec.draft.heads import Block, ConfidenceHead
 from xspec.kernels.base import Kernels
 from xspec.kernels.cpu import CpuKernels
 from xspec.kernels.reference import ReferenceKernels
@@ -268,8 +269,10 @@ def test_rejected_rows_and_padded_lanes_leave_no_trace(tmp_path: Path) -> None:
     for sequence in range(3):
         same(context_kv(dirty, sequence), context_kv(clean, sequence), 1e-12)
     world.check(dirty, [0, 1, 2])
-    scratch = torch.stack([slab[:, 0] for slab in dirty.pool.draft])
-    assert torch.equal(scratch, torch.zeros_like(scratch))
+    for slab in dirty.pool.draft:
+        assert not torch.isfinite(slab[:, dirty.pool.sink_page]).all()  # where all of it went
+        assert torch.isfinite(slab[:, : dirty.pool.sink_page]).all()
+        assert not slab[:, 0].any()
 
 
 def test_other_sequences_are_not_touched(tmp_path: Path) -> None:
@@ -401,22 +404,43 @@ def test_calibration_of_each_regime(tmp_path: Path) -> None:
     same(found["sampled"], torch.sigmoid(raw / 3.0), 1e-5)
 
 
-def test_confidence_does_not_saturate_in_half_precision(tmp_path: Path) -> None:
-    """sigmoid(9) is 0.99988, which rounds to 1 in bf16: ties, and a product that forgets its factors."""
-    model = tiny.make_checkpoint(tmp_path / "target", overrides=tiny_dspark.target_config())
-    path = tiny_dspark.make_dspark(
-        tmp_path / "draft", tensors={"confidence_head.proj.bias": torch.tensor([9.0])}
-    )
+def test_confidence_is_computed_in_fp32_from_half_precision_states() -> None:
+    """bf16 has 2 ** -4 between neighbours at 9, and sigmoid(9) rounds to 1: ties, and products of ones."""
+    torch.manual_seed(0)
+    hidden, embedded = torch.randn(3, 4, 64).bfloat16(), torch.randn(3, 4, 8).bfloat16()
+    weight, bias = torch.randn(72) * 0.1, torch.tensor([9.0])
+    temperatures, offsets = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 4.0, -8.0])
+    head = ConfidenceHead(weight, bias, temperatures, offsets, with_markov=True)
+    found = head(Block(hidden, tuple(embedded), (), ()))
+    features = torch.cat((hidden, embedded), -1).double()
+    logits = (features @ weight.double() + bias.double()) / temperatures.double()[:, None]
+    expected = torch.sigmoid(logits + offsets.double()[:, None]).T
+    assert found.dtype == torch.float32 and found.shape == (4, 3)
+    same(1.0 - found.double(), 1.0 - expected, 1e-6)
+    assert (found < 1.0).all() and (found.bfloat16() == 1.0).any()
+    plain = ConfidenceHead(weight[:64], bias, temperatures, offsets, with_markov=False)
+    alone = torch.sigmoid(hidden[0, 0].double() @ weight[:64].double() + 9.0)
+    same(plain(Block(hidden, (), (), ()))[0, 0].double(), alone, 1e-6)
+
+
+def test_a_drafter_in_half_precision(tmp_path: Path) -> None:
+    """bf16 drafts agree with fp64 ones nearly everywhere, and confidences keep their resolution."""
+    world = World(tmp_path)
     kernels, dtype = CpuKernels(), torch.bfloat16
-    target = load_target(model, kernels, dtype=dtype, device=CPU)
-    drafter = DSparkDrafter.load(path, target=target, kernels=kernels, dtype=dtype, device=CPU, steps=BLOCK)
-    rounds = DraftRounds(target, drafter, kernels, make_texts(3, 20), dtype=dtype)
-    rounds.prefill([(0, 6), (1, 3), (2, 8)])
-    signals = rounds.draft([0, 1, 2], BLOCK).draft.signals
-    assert signals.dtype == torch.float32
-    assert (signals < 1.0).all() and (signals > 0.99).all()
-    assert len(set(signals.flatten().tolist())) == 3 * BLOCK
-    assert (signals.bfloat16() == 1.0).any()  # what the half type would have made of them
+    target = load_target(tmp_path / "target", kernels, dtype=dtype, device=CPU)
+    drafter = DSparkDrafter.load(
+        world.path, target=target, kernels=kernels, dtype=dtype, device=CPU, steps=BLOCK
+    )
+    texts = make_texts(8, 20)
+    half, whole = DraftRounds(target, drafter, kernels, texts, dtype=dtype), world.rounds(texts)
+    sequences = list(range(8))
+    for rounds in (half, whole):
+        rounds.prefill([(sequence, 3 + sequence) for sequence in sequences])
+    found, expected = half.draft(sequences, BLOCK).draft, whole.draft(sequences, BLOCK).draft
+    assert found.signals.dtype == torch.float32
+    first = found.tokens[:, 0] == expected.tokens[:, 0]
+    assert first.sum() >= 7
+    same(found.signals[first, 0], expected.signals[first, 0], 0.05)
 
 
 def test_the_wrong_step_count_and_an_unattached_drafter_raise(tmp_path: Path) -> None:

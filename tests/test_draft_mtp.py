@@ -273,6 +273,17 @@ def test_rejected_rows_and_padded_lanes_leave_no_trace(kernels: type[Kernels], t
     same(dirty.draft([2], STEPS).logits, clean.draft([2], STEPS).logits)
 
 
+def test_a_sequence_that_commits_nothing_stays_where_it_was(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    texts = [text(20, 26), text(20, 27)]
+    rounds = world.rounds(texts)
+    states = states_of(world, texts)
+    rounds.prefill([(0, 6), (1, 7)])
+    rounds.verify([0, 1], STEPS + 1, [0, 2], spoil=True)
+    assert rounds.lengths == [6, 9]
+    world.check(rounds, [0, 1], STEPS, states)
+
+
 def test_only_facts_and_the_sink_are_written(tmp_path: Path) -> None:
     world = World(tmp_path)
     rounds = world.rounds([text(24, 31), text(24, 32)])

@@ -1,4 +1,4 @@
-"""What counts of a draft: token by token at retirement, behind stop strings in the engine, in sums and rates."""
+"""What counts of a draft: token by token at retirement, behind stop strings in the engine, in sums."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ def always(agreed: int) -> Callable[[int, int], int]:
     return lambda sequence_id, round_id: agreed
 
 
+EVERY_DRAFT = always(99)
+
+
 # -- one row of one round -----------------------------------------------------------------------
 
 
@@ -70,7 +73,7 @@ class Case:
 
 
 CASES = {
-    #                                                   proposed admitted verified committed censored; accepted
+    # proposed, admitted, verified, committed, censored; accepted
     "some accepted": (Case(agree=2),                            (4, 4, 4, 3, False), 2),
     "none accepted": (Case(agree=0),                            (4, 4, 4, 1, False), 0),
     "all accepted": (Case(agree=4),                             (4, 4, 4, 5, False), 4),
@@ -187,7 +190,7 @@ def test_without_drafts_there_are_no_rates() -> None:
 
 @asynccontextmanager
 async def drafting(
-    draft: int = 4, agree: Callable[[int, int], int] = always(99), *, slots: int = 2, block_size: int = 4
+    draft: int = 4, agree: Callable[[int, int], int] = EVERY_DRAFT, *, slots: int = 2, block_size: int = 4
 ) -> AsyncIterator[AsyncEngine]:
     allocator = PageAllocator(256, block_size)
     scheduler = Scheduler(allocator, LIMITS, BucketGrid.graph(8))

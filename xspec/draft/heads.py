@@ -108,7 +108,7 @@ class ConfidenceHead:
         if self._with_markov:
             features = torch.cat((features, torch.stack(tuple(block.embedded))), -1)
         logits = features.to(self._weight.dtype) @ self._weight + self._bias  # [B, R]
-        return torch.sigmoid((logits + self._offsets) / self._temperatures).T.float()
+        return torch.sigmoid(logits / self._temperatures + self._offsets).T.float()
 
 
 class SelectedProbability:

@@ -29,10 +29,12 @@ MAX_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class MtpModule:
-    """The packed weights: x = join([embedding_norm(embedding); hidden_norm(hidden)]), layer, norm."""
+    """The packed weights: x = join([enorm(embedding); hnorm(hidden)]), then the layer, then its norm.
 
-    embedding_norm: RMSNorm
-    hidden_norm: RMSNorm
+    `pair_norm` is both norms at once: one weight row for the embedding, one for the hidden state.
+    """
+
+    pair_norm: RMSNorm
     join: PackedLinear
     layer: Layer
     norm: RMSNorm
@@ -171,8 +173,8 @@ class MtpDrafter:
     def _pair(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """[N] tokens, [N, hidden] states of the positions before them -> [N, hidden], the layer's input."""
         module = self._module
-        embedding = module.embedding_norm(self._target.embed(tokens))
-        return module.join(torch.cat((embedding, module.hidden_norm(hidden)), 1))
+        pair = torch.stack((self._target.embed(tokens), hidden), 1)  # [N, 2, hidden]
+        return module.join(module.pair_norm(pair).flatten(1))
 
     def _attached(self) -> _Memory:
         if self._memory is None:
@@ -186,9 +188,9 @@ def _build(config: MtpConfig, build: LayerBuilder) -> MtpModule:
     shape = AttentionShape(
         layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim**-0.5, build.dtype, first_key=1
     )
+    norms = [build.vector(f"{name}.weight", hidden) for name in (names.embedding_norm, names.hidden_norm)]
     return MtpModule(
-        embedding_norm=build.norm(f"{names.embedding_norm}.weight", hidden),
-        hidden_norm=build.norm(f"{names.hidden_norm}.weight", hidden),
+        pair_norm=RMSNorm(build.kernels, torch.stack(norms), layer.norm_eps),
         join=build.linear((LinearPart(names.join, hidden, False),), 2 * hidden),
         layer=build.layer(names.layer, shape),
         norm=build.norm(f"{names.norm}.weight", hidden),

@@ -110,7 +110,11 @@ def _start(
         text=text,
         driver=driver,
         threads=threads,
-        metrics=Metrics(model_id, max_model_len=parts.max_model_len),
+        metrics=Metrics(
+            model_id,
+            max_model_len=parts.max_model_len,
+            draft_width=0 if choice is None else choice.steps,
+        ),
         admission=Admission(
             max_model_len=parts.max_model_len,
             vocab_size=parts.target.spec.vocab_size,

@@ -110,14 +110,14 @@ class RoundGraphs:
         if key not in self._drafts:
             call = self._new_draft(lanes=key[1], steps=key[2])
             call.aim((), ())
-            self._drafts[key] = (call, self._parts.platform.capture(call.run))
+            self._drafts[key] = (call, self._parts.platform.capture(call.run, rows=key[1]))
         return self._drafts[key]
 
     def _verify_call(self, key: Key) -> tuple[VerifyCall, Captured[VerifyPass]]:
         if key not in self._verifies:
             call = self._new_verify(lanes=key[1], width=key[2])
             call.aim((), (), (), None)
-            self._verifies[key] = (call, self._parts.platform.capture(call.run))
+            self._verifies[key] = (call, self._parts.platform.capture(call.run, rows=key[1] * (key[2] + 1)))
         return self._verifies[key]
 
     def _new_draft(self, lanes: int, steps: int) -> DraftCall:

@@ -59,8 +59,8 @@ class Platform(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that device copies may target asynchronously."""
 
-    def capture(self, fn: Callable[[], T]) -> Captured[T]:
-        """Prepare `fn`, which must only touch buffers that outlive it, for replay."""
+    def capture(self, fn: Callable[[], T], rows: int) -> Captured[T]:
+        """Prepare `fn`, a pass over `rows` rows that only touches buffers that outlive it, for replay."""
 
     def bucket_grid(self, max_rows: int) -> BucketGrid:
         """The decode buckets that pay on this platform."""

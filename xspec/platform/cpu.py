@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+DRY_RUN_ROWS = 64
+"""Wider passes are prepared without a run: what the first one pays then is little beside its own work."""
+
 
 class PastEvent:
     def done(self) -> bool:
@@ -67,8 +70,9 @@ class CpuPlatform:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def capture(self, fn: Callable[[], T]) -> Captured[T]:
-        fn()  # the first call of a shape makes oneDNN's primitives and touches the memory it needs
+    def capture(self, fn: Callable[[], T], rows: int) -> Captured[T]:
+        if rows <= DRY_RUN_ROWS:
+            fn()  # the first call of a shape makes oneDNN's primitives and touches the memory it needs
         return PreparedCall(fn)
 
     def bucket_grid(self, max_rows: int) -> BucketGrid:

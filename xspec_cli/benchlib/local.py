@@ -24,16 +24,8 @@ class EngineTarget:
         self._engine = engine
         self._options = options
         self._numbers = itertools.count()
-        self._chat = engine.text.chat if options.chat else None
-        if options.chat and self._chat is None:
+        if options.chat and engine.text.chat is None:
             raise ConfigError(f"--chat: {engine.model_id} has no chat template; use --nochat")
-
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        tokenizer = self._engine.text.tokenizer
-        if self._chat is not None:
-            return tokenizer.encode(self._chat.render(prompt.as_messages()), add_special_tokens=False)
-        assert prompt.text is not None
-        return tokenizer.encode(prompt.text)
 
     async def draft_totals(self) -> DraftTotals | None:
         return self._engine.metrics.draft_totals()
@@ -46,7 +38,7 @@ class EngineTarget:
             seed=seed,
         )
         try:
-            return await self._read(self.prompt_ids(prompt), params, clock)
+            return await self._read(prompt.ids(self._engine.text, chat=self._options.chat), params, clock)
         except XspecError as error:
             raise TargetError(f"{type(error).__name__}: {error}") from error
 
