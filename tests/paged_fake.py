@@ -107,8 +107,8 @@ class FakeDevice:
         chunks = tuple(self._chunk(chunk) for chunk in plan.batch.chunks)
         rows = tuple(self._row(row, plan) for row in plan.batch.rows)
         if plan.round_id in self.bad_rounds:
-            chunks = tuple(replace(tokens, bad=True) for tokens in chunks)
-            rows = tuple(replace(tokens, bad=True) for tokens in rows)
+            chunks = tuple(replace(tokens, token_ids=(), bad=True) for tokens in chunks)
+            rows = tuple(replace(tokens, token_ids=(), bad=True) for tokens in rows)
         slot.result = RoundResult(plan, chunks, rows)
         return DoneEvent()
 
@@ -134,7 +134,9 @@ class FakeDevice:
         assert self.owners[row.row] == row.sequence_id
         start, limit = self.lengths[row.row] - 1, self.limits[row.row]
         if plan.batch.verify:
-            for position in range(start, min(start + self.draft_block, limit)):
+            granted = len(self.tables[row.row]) * self.block_size  # the rest of who drafts for nothing is lost
+            end = min(start + self.draft_block, limit if row.verify else min(limit, granted))
+            for position in range(start, end):
                 self._write(row.row, position, -1)
         self._write(row.row, start, self.last[row.row])
         tokens: list[int] = []

@@ -508,6 +508,20 @@ def test_log_lines_and_the_bar_share_a_terminal() -> None:
     )
 
 
+def test_what_was_done_before_counts_for_no_pace() -> None:
+    """A stage that goes on with what an interrupted run left."""
+    assert progress.render_bar("answers", 60, 100, 5.0, began_at=50).endswith(" 60% 60/100 20 s left")
+    out, clock = io.StringIO(), Clock()
+    progress.set_up_output("info", out)
+    lines = progress.LogProgress(clock)
+    for done in (50, 60):
+        lines("answers", done, 100)
+        clock.now += 5.0
+    assert [line.split(": ", 1)[1] for line in out.getvalue().splitlines()] == [
+        "answers: 50%, 50/100", "answers: 60%, 60/100, 20 s left",
+    ]  # fmt: skip
+
+
 def test_without_a_terminal_progress_is_a_few_log_lines() -> None:
     out, clock = io.StringIO(), Clock()
     progress.set_up_output("info", out)
@@ -519,6 +533,6 @@ def test_without_a_terminal_progress_is_a_few_log_lines() -> None:
     lines("waiting", 0, 0)
     texts = [line.split(": ", 1)[1] for line in out.getvalue().splitlines()]
     assert texts == [
-        "loading: 0%, 0/12", "loading: 41%, 5/12", "loading: 83%, 10/12", "loading: done, 12/12 in 12 s",
-        "warming: done, 1/1 in 0.0 s", "waiting",
+        "loading: 0%, 0/12", "loading: 41%, 5/12, 7.0 s left", "loading: 83%, 10/12, 2.0 s left",
+        "loading: done, 12/12 in 12 s", "warming: done, 1/1 in 0.0 s", "waiting",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from tiny_dspark import BLOCK, Sizes
 
 from xspec.draft.base import Published
 from xspec.draft.dspark import DSparkDrafter
-from xspec.draft.heads import Block, ConfidenceHead
+from xspec.draft.heads import Block, ConfidenceHead, SelectedProbability
 from xspec.kernels.base import Kernels
 from xspec.kernels.cpu import CpuKernels
 from xspec.kernels.reference import ReferenceKernels
@@ -405,22 +405,31 @@ def test_calibration_of_each_regime(tmp_path: Path) -> None:
 
 
 def test_confidence_is_computed_in_fp32_from_half_precision_states() -> None:
-    """bf16 has 2 ** -4 between neighbours at 9, and sigmoid(9) rounds to 1: ties, and products of ones."""
     torch.manual_seed(0)
     hidden, embedded = torch.randn(3, 4, 64).bfloat16(), torch.randn(3, 4, 8).bfloat16()
-    weight, bias = torch.randn(72) * 0.1, torch.tensor([9.0])
-    temperatures, offsets = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 4.0, -8.0])
-    head = ConfidenceHead(weight, bias, temperatures, offsets, with_markov=True)
-    found = head(Block(hidden, tuple(embedded), (), ()))
+    weight, bias = torch.randn(72) * 0.1, torch.tensor([0.5])
+    temperatures, offsets = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 1.0, -1.0])
+    block = Block(hidden, tuple(embedded), (), ())
+    found = ConfidenceHead(weight, bias, temperatures, offsets, with_markov=True)(block)
     features = torch.cat((hidden, embedded), -1).double()
-    logits = (features @ weight.double() + bias.double()) / temperatures.double()[:, None]
-    expected = torch.sigmoid(logits + offsets.double()[:, None]).T
+    logits = (features @ weight.double() + 0.5) / temperatures.double()[:, None]
     assert found.dtype == torch.float32 and found.shape == (4, 3)
-    same(1.0 - found.double(), 1.0 - expected, 1e-6)
-    assert (found < 1.0).all() and (found.bfloat16() == 1.0).any()
-    plain = ConfidenceHead(weight[:64], bias, temperatures, offsets, with_markov=False)
-    alone = torch.sigmoid(hidden[0, 0].double() @ weight[:64].double() + 9.0)
-    same(plain(Block(hidden, (), (), ()))[0, 0].double(), alone, 1e-6)
+    same(found.double(), torch.sigmoid(logits + offsets.double()[:, None]).T, 1e-6)
+    alone = ConfidenceHead(weight[:64], bias, temperatures, offsets, with_markov=False)(block)
+    same(alone[:, 0].double(), torch.sigmoid(hidden[0].double() @ weight[:64].double() + 0.5), 1e-6)
+    # High ones do not all round to 1, as they would in bf16: ties, and products of ones.
+    high = ConfidenceHead(weight, bias + 8.0, temperatures[:1], offsets[:1], with_markov=True)(block)
+    assert (high < 1.0).all() and (high.bfloat16() == 1.0).all()
+
+
+def test_selected_probability_is_computed_in_fp32() -> None:
+    torch.manual_seed(0)
+    logits = [torch.randn(4, 300).bfloat16() * 3 for _ in range(2)]
+    columns = [torch.tensor([0, 5, 7, 299]), torch.tensor([1, 1, 2, 3])]
+    found = SelectedProbability()(Block(torch.empty(2, 4, 0), (), logits, columns))
+    expected = [torch.softmax(x.double(), 1)[range(4), at] for x, at in zip(logits, columns, strict=True)]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), torch.stack(expected, 1), rtol=1e-5, atol=0)
 
 
 def test_a_drafter_in_half_precision(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "last-layer": ({"target_layer_ids": [0, 3]}, "taps the last of 4 layers: exporters differ"),
     "gemma": ({"architectures": ["Gemma4DSparkModel"]}, "architectures=['Gemma4DSparkModel']"),
     "two-names": ({"architectures": ["LlamaDSparkModel", "X"]}, "architectures=['LlamaDSparkModel', 'X']"),
+    "list-name": ({"architectures": [["LlamaDSparkModel"]]}, "architectures=[['LlamaDSparkModel']]"),
     "no-name": ({"architectures": None}, "architectures=None with model_type='llama' (only one of Qwen3DSp"),
     "v4": (
         {"architectures": ["DSparkDraftModel"], "model_type": "deepseek_v4"},

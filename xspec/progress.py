@@ -16,3 +16,15 @@ class Progress(Protocol):
 
 def silent(stage: str, done: int, total: int) -> None:
     """The Progress of callers that show none."""
+
+
+def duration(seconds: float) -> str:
+    """3.2 s, 1 min 5 s, 2 h 3 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

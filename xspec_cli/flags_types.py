@@ -77,10 +77,11 @@ def command(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
+    any_case: bool = False,
     note: str = "",
 ) -> Flag:
     """Read by the command itself; no Config holds it."""
-    setting = Setting(kind, default, low=low, high=high, choices=choices)
+    setting = Setting(kind, default, low=low, high=high, choices=choices, any_case=any_case)
     return Flag(name, category, help, setting, _everywhere(Rule(Status.HONOURED)), None, note)
 
 

@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "serve": "serve a model over HTTP (OpenAI API)",
     "generate": "answer one prompt on the command line",
     "bench": "measure an engine or a server under load",
+    "train": "train a drafter for a model on its own answers",
 }
 
 INTERRUPTED = 130

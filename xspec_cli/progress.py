@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from xspec.progress import Progress
+from xspec.progress import Progress, duration
 
 BAR_CELLS = 24
 REDRAW_INTERVAL_S = 0.1
@@ -26,6 +26,7 @@ class TerminalProgress:
         self._lock = threading.Lock()
         self._stage = ""
         self._began_s = 0.0
+        self._began_at = 0
         self._drawn_s = 0.0
         self._open = False
 
@@ -35,11 +36,13 @@ class TerminalProgress:
             if stage != self._stage:
                 self._end()
                 self._stage, self._began_s, self._drawn_s = stage, now, float("-inf")
+                self._began_at = done
             ended = 0 < total <= done
             if not ended and now - self._drawn_s < REDRAW_INTERVAL_S:
                 return
             self._drawn_s = now
-            self._stream.write("\r" + render_bar(stage, done, total, now - self._began_s) + "\x1b[K")
+            line = render_bar(stage, done, total, now - self._began_s, self._began_at)
+            self._stream.write(f"\r{line}\x1b[K")
             self._open = True
             if ended:
                 self._end()
@@ -59,8 +62,8 @@ class TerminalProgress:
             self._open = False
 
 
-def render_bar(stage: str, done: int, total: int, elapsed_s: float) -> str:
-    """One line of text; without a total only a count."""
+def render_bar(stage: str, done: int, total: int, elapsed_s: float, began_at: int = 0) -> str:
+    """One line of text; without a total only a count. `began_at`: what was done before the clock started."""
     if total <= 0:
         return f"{stage}: {done}"
     done = min(max(done, 0), total)
@@ -68,11 +71,14 @@ def render_bar(stage: str, done: int, total: int, elapsed_s: float) -> str:
     bar = "#" * filled + "." * (BAR_CELLS - filled)
     if done == total:
         tail = f"done in {duration(elapsed_s)}"
-    elif done == 0:
-        tail = ""
     else:
-        tail = f"{duration(elapsed_s * (total - done) / done)} left"
+        tail = time_left(done - began_at, total - done, elapsed_s)
     return f"{stage} [{bar}] {100 * done // total:3d}% {counted(done, total)} {tail}".rstrip()
+
+
+def time_left(done: int, left: int, elapsed_s: float) -> str:
+    """At the pace so far; empty while there is none."""
+    return f"{duration(elapsed_s * left / done)} left" if done > 0 else ""
 
 
 def counted(done: int, total: int) -> str:
@@ -80,18 +86,6 @@ def counted(done: int, total: int) -> str:
     if total < 100_000:
         return f"{done}/{total}"
     return f"{done / 1e6:.1f}M/{total / 1e6:.1f}M"
-
-
-def duration(seconds: float) -> str:
-    """3.2 s, 1 min 5 s, 2 h 3 min."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 class LogProgress:
@@ -102,6 +96,7 @@ class LogProgress:
         self._lock = threading.Lock()
         self._stage = ""
         self._began_s = 0.0
+        self._began_at = 0
         self._logged_s = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
@@ -109,7 +104,7 @@ class LogProgress:
             now = self._clock()
             fresh = stage != self._stage
             if fresh:
-                self._stage, self._began_s = stage, now
+                self._stage, self._began_s, self._began_at = stage, now, done
             ended = 0 < total <= done
             if not (fresh or ended or now - self._logged_s >= LOG_INTERVAL_S):
                 return
@@ -118,7 +113,9 @@ class LogProgress:
                 self._stage = ""
                 log.info("%s: done, %s in %s", stage, counted(done, total), duration(now - self._began_s))
             elif total > 0:
-                log.info("%s: %d%%, %s", stage, 100 * done // total, counted(done, total))
+                left = time_left(done - self._began_at, total - done, now - self._began_s)
+                text = f"{100 * done // total}%, {counted(done, total)}"
+                log.info("%s: %s", stage, f"{text}, {left}" if left else text)
             else:
                 log.info("%s", stage if fresh and not done else f"{stage}: {done}")
 

@@ -138,13 +138,17 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """What one row of a retired round yields, in order: 1 to K + 1 tokens (none for a middle chunk)."""
+    """What one row of a retired round yields, in order: 1 to K + 1 tokens (none for a middle chunk).
+
+    `bad`: what follows `token_ids` came of logits or states that are not finite. No page can be trusted, and
+    the sequence fails unless one of these tokens ends it.
+    """
 
     sequence_id: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     scored: tuple[TokenLogprob, ...] = ()  # prompt logprobs of a chunk
-    bad: bool = False  # logits or states were not finite: no token and no page can be trusted
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True)

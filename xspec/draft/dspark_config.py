@@ -179,7 +179,7 @@ def check_steps(config: DSparkConfig, steps: int, where: str) -> None:
 def _family(raw: Mapping[str, Any], where: str) -> str:
     """Which family's layers the flat layout has."""
     names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    name = str(names[0]) if isinstance(names, list) and len(names) == 1 else None
     model_type = raw.get("model_type")
     if name in GENERIC and model_type in FAMILIES:
         return str(model_type)

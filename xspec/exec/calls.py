@@ -7,7 +7,7 @@ state, so that it can be captured once and replayed. Knows nothing of buckets, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,9 +48,10 @@ class DraftCall:
 
     def _inputs(self, offset: int, width: int, causal: bool) -> ForwardInputs:
         segments = decode_segments(self._pages, len(self._row_ids), width, self._rows.block_size)
-        return self._rows.decode_inputs(
+        inputs = self._rows.decode_inputs(
             self._row_ids, width, _widest(segments), segments, offset=offset, causal=causal
         )
+        return replace(inputs, guesses=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,14 @@ class VerifyPass:
     inputs: ForwardInputs
     hidden: Hidden
     logits: torch.Tensor  # [G, vocab]
+
+    def rectangle(self, values: torch.Tensor, lanes: int, width: int, fill: int | bool) -> torch.Tensor:
+        """Values of the live flat rows as [lanes, width + 1], `fill` where a lane has no such row."""
+        if len(values) == lanes * (width + 1):
+            return values.view(lanes, width + 1)
+        dense = values.new_full((lanes, width + 1), fill)
+        dense[self.lanes[: len(values)], self.offsets[: len(values)]] = values
+        return dense
 
 
 class VerifyCall:
@@ -156,6 +165,7 @@ class VerifyCall:
         offsets: torch.Tensor,
         first: torch.Tensor,
     ) -> VerifyPass:
+        inputs = replace(inputs, guesses=self._width > 0)
         hidden = self._target.forward(tokens, inputs, self._kv, self._taps)
         logits = self._target.logits(hidden.last)
         return VerifyPass(self._row_ids, tokens, lanes, offsets, first, inputs, hidden, logits)

@@ -63,13 +63,16 @@ class DeviceRows:
         """Inputs of a pass over `width` consecutive positions of each row, `offset` past its last token.
 
         row_ids [R]; `pages` bounds the page tables read. Flat rows are request-major: [R * width]. Not
-        causal: every row sees its sequence's keys up to the last of these positions.
+        causal: every row sees its sequence's keys up to the last of these positions, or to the last that
+        the sequence can have: what lies behind has no page of its own.
         """
         first = self.length[row_ids] - 1 + offset
         lanes = first[:, None] + torch.arange(width, device=first.device)
         table = self.page_table[row_ids, :pages]
         slots = self._slots(table.gather(1, self._page_index(lanes, pages)), lanes, pages)
-        seen = lanes + 1 if causal else (first + width)[:, None].expand(-1, width)
+        seen = lanes + 1
+        if not causal:
+            seen = torch.minimum(first + width, self.max_len[row_ids])[:, None].expand(-1, width)
         return ForwardInputs(lanes.view(-1), slots.view(-1), seen.reshape(-1), table, segments)
 
     def ragged_inputs(

@@ -138,9 +138,8 @@ class Runner:
         positions = self._rows.length[row_ids]
         drawn = draw(logits, row_ids, positions, self._sampling, self._needs(ids, [0] * len(ids)))
         self._commit(row_ids, drawn.tokens[:, None], drawn.tokens, torch.ones_like(row_ids))
-        slot.prefilled.keep(
-            drawn.tokens[:, None], torch.ones_like(row_ids), drawn.bad, drawn.logprobs, [0] * len(ids)
-        )
+        kept = (~drawn.bad).to(torch.int64)
+        slot.prefilled.keep(drawn.tokens[:, None], kept, drawn.bad, drawn.logprobs, [0] * len(ids))
 
     def _score(self, chunks: Sequence[PrefillChunk], ends: list[int], hidden: Hidden, slot: Slot) -> None:
         """Prompt logprobs: each prompt token under the logits of the row before it."""
@@ -196,19 +195,14 @@ class Runner:
             needs,
             self._prefix(drafts, lanes, offsets) if width and needs.penalised else None,
         )
-        # Where a lane has no row, no token stands: no draft equals it.
-        at = lanes * (width + 1) + offsets
-        draws = drawn.tokens.new_full((count * (width + 1),), NO_TOKEN)
-        draws[at] = drawn.tokens
-        accepted = accept(draws.view(count, width + 1), drafts, self._rows.room(row_ids))
-        # What was rejected may be bad: nobody will ever see it.
-        bad = torch.zeros_like(draws, dtype=torch.bool)
-        bad[at] = drawn.bad & (offsets < accepted.counts[lanes])
+        draws = passed.rectangle(drawn.tokens, count, width, NO_TOKEN)
+        accepted = accept(draws, drafts, self._rows.room(row_ids))
         self._commit(row_ids, accepted.tokens, accepted.last, accepted.counts)
         self._publish(passed, accepted.counts)
-        slot.decoded.keep(
-            accepted.tokens, accepted.counts, bad.view(count, -1).any(1), drawn.logprobs, verify
-        )
+        # A bad draw ends what a row yields; what was rejected may be bad, nobody will ever see it.
+        good = ~passed.rectangle(drawn.bad, count, width, False)
+        kept = torch.minimum(accepted.counts, good.to(torch.int64).cumprod(1).sum(1))
+        slot.decoded.keep(accepted.tokens, kept, kept < accepted.counts, drawn.logprobs, verify)
 
     def _publish(self, passed: VerifyPass, counts: torch.Tensor) -> None:
         committed = torch.zeros_like(passed.row_ids)

@@ -113,8 +113,8 @@ class Slot:
     def _chunk(self, index: int, chunk: PrefillChunk, drawn: RowTokens | None, bad: bool) -> RowTokens:
         return RowTokens(
             sequence_id=chunk.sequence_id,
-            token_ids=drawn.token_ids if drawn else (),
-            logprobs=drawn.logprobs if drawn else (),
+            token_ids=drawn.token_ids if drawn and not bad else (),
+            logprobs=drawn.logprobs if drawn and not bad else (),
             scored=tuple(self.scores.get(index, ())),
             bad=bad or (drawn is not None and drawn.bad),
         )

@@ -40,7 +40,11 @@ class PagedAttention(Protocol):
     """One forward pass's view of the paged cache, prepared once and used by every layer."""
 
     def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
-        """Write kv [N, 2 * G, D] (keys, then values) at the rows' slots."""
+        """Write kv [N, 2 * G, D] (keys, then values) at the rows' slots.
+
+        Of a pass with guesses, 0 for what is not finite: a wrong draft must not reach those who cannot
+        even see it. A row that is right shows in its own logits that it went wrong.
+        """
 
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         """Grouped-query attention: q [N, H, D] over the pages of each row's sequence -> [N, H * D].

@@ -84,7 +84,7 @@ class _Gather:
 
 class CpuAttention:
     def __init__(self, inputs: ForwardInputs, shape: AttentionShape, pages: int, block_size: int) -> None:
-        self._slots = inputs.slots
+        self._slots, self._guesses = inputs.slots, inputs.guesses
         self._ragged = inputs.ragged
         # A padded row may claim no keys at all; one key keeps its softmax finite.
         self._kv_lens = inputs.kv_lens.clamp(min=1)
@@ -102,7 +102,7 @@ class CpuAttention:
         )
 
     def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
-        _store(slab, kv, self._slots)
+        _store(slab, kv.nan_to_num(0.0, 0.0, 0.0) if self._guesses else kv, self._slots)
 
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         if self._ragged is None:

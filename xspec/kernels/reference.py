@@ -39,7 +39,7 @@ class ReferenceAttention:
         self._sequences = sequences  # [N]: which row of the page table each query row reads
 
     def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
-        _store(slab, kv, self._inputs.slots)
+        _store(slab, kv.nan_to_num(0.0, 0.0, 0.0) if self._inputs.guesses else kv, self._inputs.slots)
 
     def attend(self, q: torch.Tensor, slab: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(q)

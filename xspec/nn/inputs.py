@@ -45,3 +45,4 @@ class ForwardInputs:
     page_table: torch.Tensor  # [S, P] int64
     segments: tuple[Segment, ...]  # cover all rows, in order
     ragged: Ragged | None = None  # None: every sequence of a segment has exactly `rows` flat rows
+    guesses: bool = False  # some rows may turn out wrong: what they store is made finite

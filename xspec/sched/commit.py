@@ -44,7 +44,7 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
             drafts = _drafts(plan, row, sequence, tokens)
             if (output := _commit(scheduler, sequence, tokens, drafts)) is not None:
                 outputs.append(output)
-                if output.token_ids:  # of a row that failed nothing is known
+                if not tokens.bad:  # of a row that failed nothing is known
                     feedback.append(_feedback(row, drafts, output, len(tokens.token_ids)))
         scheduler.settle(sequence)
     committed = sum(len(output.token_ids) for output in outputs)
@@ -103,11 +103,11 @@ def _commit(
     scheduler: Scheduler, sequence: Sequence, tokens: RowTokens, drafts: DraftCounts | None = None
 ) -> Output | None:
     """Append tokens up to the first that ends the sequence; None when there is nothing to tell."""
-    if tokens.bad:
-        scheduler.cancel(sequence, FinishReason.ERROR)
-        return _failure(sequence, "the model produced logits that are not finite")
     seen = len(sequence.tokens)
     kept, finish, stop_token = _append(sequence, tokens.token_ids)
+    if tokens.bad and finish is None:  # a stop before the bad draw stands: plain decoding would not get there
+        scheduler.cancel(sequence, FinishReason.ERROR)
+        return _failure(sequence, tokens, "the model produced logits that are not finite")
     if kept:
         sequence.computed = len(sequence.tokens) - 1  # the last token's KV is written by the next round
     # A stop string is found only once the tokens are text: until then they stay out of the prefix cache.
@@ -143,11 +143,13 @@ def _append(sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, Finish
     return len(token_ids), None, None
 
 
-def _failure(sequence: Sequence, error: str) -> Output:
+def _failure(sequence: Sequence, tokens: RowTokens, error: str) -> Output:
+    """The end of a sequence that went wrong after `tokens`, which were right."""
     return Output(
         request_id=sequence.request.id,
         choice=sequence.choice,
-        token_ids=(),
+        token_ids=tokens.token_ids,
+        logprobs=tokens.logprobs,
         finish_reason=FinishReason.ERROR,
         error=error,
     )

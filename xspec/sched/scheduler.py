@@ -192,7 +192,8 @@ class Scheduler:
                 continue
             verify = spec.width if sequence.request.params.speculative else 0
             # The last token sits at reserved - 1 at most; verification and drafting write from there on.
-            written = max(verify + 1, self._draft_block if spec.draft_steps else 0)
+            # Where nothing is verified, what drafting beside others writes goes to the sink page.
+            written = max(verify + 1, spec.draft_steps, self._draft_block) if verify else 1
             kv_bound = min(sequence.reserved - 1 + written, sequence.max_len)
             if not self._grant(sequence, kv_bound, grants):
                 continue

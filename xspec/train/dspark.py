@@ -165,8 +165,13 @@ def train_dspark(
     output: Path,
     report: Report,
     device: torch.device | None = None,
+    *,
+    draft_ids: torch.Tensor | None = None,
 ) -> None:
-    """Train, or go on training, the drafter in `output`, calibrate it and export it there when done."""
+    """Train, or go on training, the drafter in `output`, calibrate it and export it there when done.
+
+    `draft_ids` [D] ascending: the draft vocabulary; None: counted over the dataset's answers.
+    """
     device = device or torch.device("cpu")
     spec = reader.spec
     if tuple(weights.head.shape) != (spec.vocab_size, spec.hidden_size):
@@ -176,7 +181,9 @@ def train_dspark(
         )
     taps = choose_taps(options, spec.taps)
     weights = weights.to(device)
-    ids = choose_draft_vocab(count_answer_tokens(reader), options.draft_vocab_size, options.always_ids)
+    ids = draft_ids
+    if ids is None:
+        ids = choose_draft_vocab(count_answer_tokens(reader), options.draft_vocab_size, options.always_ids)
     sizes = model_sizes(weights.sizes, options, spec.vocab_size, len(taps))
     model = DSparkModel(sizes, generator(options.loop.seed, -1), weights.norm).to(device)
     head = draft_head(weights.head, ids.to(device))

@@ -5,9 +5,11 @@ Every write counts whole or not at all. Knows nothing about what the records say
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ Record = Mapping[str, Any]
 class Journal:
     """A JSONL file that grows by batches. How far it counts stands in `<name>.committed` beside it.
 
-    What lies behind that mark is a batch that a kill cut short: it is dropped. A file without a mark counts as
-    far as its lines are whole.
+    What lies behind that mark is a batch that a kill cut short: it is dropped. A file without a mark counts
+    as far as its lines are whole.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,6 +73,21 @@ class Journal:
         return int(text)
 
 
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, which is made if need be; ConfigError if one is there.
+
+    The lock ends with the process, however that ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder} is in use by another xspec train") from None
+        yield
+
+
 def write_atomically(path: Path, text: str) -> None:
     """The file holds the old text or the new one, whenever the machine stops."""
     partial = path.with_name(f"{path.name}.partial")
@@ -97,15 +114,17 @@ class State:
             self._content = content
 
     def settle(self, part: str, settings: Record, elsewhere: str) -> None:
-        """Keep the settings of a part, which must not change between runs: what is there was made with them.
+        """Keep the settings of a part from now on: what comes was made with them. See `compare`."""
+        self.compare(part, settings, elsewhere)
+        self._content[part] = json.loads(json.dumps(settings))
+        self._write()
 
-        ConfigError names every one that did; `elsewhere` is the flag that asks for another folder.
-        """
+    def compare(self, part: str, settings: Record, elsewhere: str) -> None:
+        """ConfigError if the part was settled otherwise. It names every flag that changed, and `elsewhere`,
+        the flag that asks for another folder."""
         wanted = json.loads(json.dumps(settings))
         before = self._content.get(part)
         if before is None:
-            self._content[part] = wanted
-            self._write()
             return
         changed = [
             f"--{name} was {_shown(before.get(name))} in {self.path.parent}, now {_shown(wanted.get(name))}"
@@ -122,12 +141,6 @@ class State:
         if not self.done(stage):
             self._content.setdefault("done", []).append(stage)
             self._write()
-
-    def once(self, stage: str, work: Callable[[], None]) -> None:
-        """Do it unless it is done."""
-        if not self.done(stage):
-            work()
-            self.finish(stage)
 
     def _write(self) -> None:
         write_atomically(self.path, json.dumps(self._content, indent=1, ensure_ascii=False) + "\n")

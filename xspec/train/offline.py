@@ -34,6 +34,7 @@ class Ask:
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    top_p: float = 1.0
 
 
 class Inline:
@@ -71,13 +72,16 @@ class OfflineEngine:
         self._sequences = 0
 
     def answer(
-        self, asks: Sequence[Ask], done: Callable[[int], None] = lambda _: None
+        self, asks: Sequence[Ask], told: Callable[[int, int], None] = lambda complete, tokens: None
     ) -> list[tuple[int, ...]]:
-        """The answers, in order; `done` hears how many are complete. EngineError if any round failed."""
+        """The answers, in order. EngineError if a round failed.
+
+        `told` hears after every round how many answers are complete and how many tokens there are.
+        """
         answers: list[list[int]] = [[] for _ in asks]
         for index, ask in enumerate(asks):
             self._driver.scheduler.add(self._sequence(index, ask))
-        complete = 0
+        complete = tokens = 0
         while (retirement := self._next()) is not None:
             if retirement.error is not None:
                 raise EngineError(f"a round failed: {retirement.error}") from retirement.error
@@ -85,9 +89,9 @@ class OfflineEngine:
                 if output.finish_reason is FinishReason.ERROR:
                     raise EngineError(output.error or "the engine failed")
                 answers[int(output.request_id)].extend(output.token_ids)
-                if output.finish_reason is not None:
-                    complete += 1
-                    done(complete)
+                tokens += len(output.token_ids)
+                complete += output.finish_reason is not None
+            told(complete, tokens)
         self._driver.scheduler.pages.check_idle()
         return [tuple(answer) for answer in answers]
 
@@ -110,7 +114,9 @@ class OfflineEngine:
                 f"a prompt of {len(ask.prompt_ids)} tokens in a context of {self.parts.max_model_len}"
             )
         self._sequences += 1
-        params = SamplingParams(max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed)
+        params = SamplingParams(
+            max_tokens=ask.max_tokens, temperature=ask.temperature, top_p=ask.top_p, seed=ask.seed
+        )
         return LiveSequence(
             id=self._sequences,
             request=Request(str(index), ask.prompt_ids, params),

@@ -21,12 +21,15 @@ class Accepted:
 
 
 def accept(draws: torch.Tensor, drafts: torch.Tensor, limits: torch.Tensor) -> Accepted:
-    """draws [R, K + 1], drafts [R, K] (-1: no draft), limits [R] tokens a row may still commit.
+    """draws [R, K + 1] (-1 past those a row has, at least one), drafts [R, K] (-1: no draft), limits [R]
+    tokens a row may still commit.
 
-    Draw t + 1 is valid only if draft t, which it was computed after, equals draw t.
+    Draw t + 1 is valid only if draft t, which it was computed after, equals draw t. A draft without a
+    draw after it was not verified: being right by chance makes no token of it.
     """
     width = draws.shape[1]
-    agreed = (draws[:, : width - 1] == drafts).to(torch.int64).cumprod(1).sum(1)
+    agreed = (draws[:, : width - 1] == drafts) & (draws[:, 1:] >= 0)
+    agreed = agreed.to(torch.int64).cumprod(1).sum(1)
     counts = torch.minimum(agreed + 1, limits.to(torch.int64)).clamp_(min=0)
     lane = torch.arange(width, device=draws.device)
     tokens = draws.masked_fill(lane >= counts.unsqueeze(1), -1)

@@ -11,7 +11,7 @@ __all__ = ["Prompt", "load_prompts", "take"]
 
 
 def load_prompts(path: str, *, chat: bool) -> list[Prompt]:
-    """The prompts of `path`, the built-in questions if it is empty; ConfigError names the line that is wrong."""
+    """The prompts of `path`, the built-in questions if it is empty; ConfigError names what is wrong."""
     if not path:
         return [Prompt(text=question) for question in QUESTIONS]
     return read_prompts(path, flag="prompts", chat=chat)
