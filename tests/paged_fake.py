@@ -134,7 +134,9 @@ class FakeDevice:
         assert self.owners[row.row] == row.sequence_id
         start, limit = self.lengths[row.row] - 1, self.limits[row.row]
         if plan.batch.verify:
-            granted = len(self.tables[row.row]) * self.block_size  # the rest of who drafts for nothing is lost
+            granted = (
+                len(self.tables[row.row]) * self.block_size
+            )  # the rest of who drafts for nothing is lost
             end = min(start + self.draft_block, limit if row.verify else min(limit, granted))
             for position in range(start, end):
                 self._write(row.row, position, -1)

@@ -16,12 +16,21 @@ from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
 
 class ScriptedDrafter:
     def __init__(
-        self, texts: Sequence[Sequence[int]], *, right: float, steps: Sequence[int] = range(1, 17), block: int = 0
+        self,
+        texts: Sequence[Sequence[int]],
+        *,
+        right: float,
+        steps: Sequence[int] = range(1, 17),
+        block: int = 0,
+        wrong: int | None = None,
     ) -> None:
-        """`texts`: prompt and answer of every request; `right`: how often a proposal follows them."""
+        """`texts`: prompt and answer of every request; `right`: how often a proposal follows them.
+
+        `wrong`: what it proposes otherwise; None: the token before the right one.
+        """
         self.spec = DrafterSpec("scripted", steps=tuple(steps), block=block)
         self._texts = texts
-        self._right = right
+        self._right, self._wrong = right, wrong
         self.published: dict[int, list[int]] = {}  # positions of facts by device row, since its last bind
 
     def attach(
@@ -55,9 +64,13 @@ class ScriptedDrafter:
             if position < len(text) and text[position] == last:
                 ahead = [*text[position + 1 : position + 1 + steps], *([0] * steps)][:steps]
                 return [
-                    token if self._is_right(position + j) else max(0, token - 1) for j, token in enumerate(ahead)
+                    token if self._is_right(position + j) else self._miss(token)
+                    for j, token in enumerate(ahead)
                 ]
         return [1] * steps
+
+    def _miss(self, token: int) -> int:
+        return max(0, token - 1) if self._wrong is None else self._wrong
 
     def _is_right(self, position: int) -> bool:
         digest = hashlib.blake2b(position.to_bytes(4, "little"), digest_size=4).digest()

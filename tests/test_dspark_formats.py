@@ -247,6 +247,11 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
     "rank-0-markov": ({"markov_rank": 0}, "confidence_head_with_markov is true, but markov_rank is 0"),
     "flag": ({"enable_confidence_head": "yes"}, "enable_confidence_head must be true or false, found 'yes'"),
     "anchor": ({"sample_from_anchor": "yes"}, "sample_from_anchor must be true or false, found 'yes'"),
+    "anchor-1": ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false, found 1"),
+    "huge-block": (
+        {"block_size": 2**70, "confidence_calibration": {"greedy": BAD_TABLE}},
+        f"greedy.biases must be {2**70} numbers",
+    ),
     "family": ({"model_type": "qwen3"}, "has layers of 'llama', but model_type is 'qwen3'"),
     "regime": ({"confidence_calibration": {"warm": {}}}, "an object of greedy and sampled"),
     "table-list": ({"confidence_calibration": [1]}, "an object of greedy and sampled, found [1]"),

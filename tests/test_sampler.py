@@ -35,7 +35,10 @@ def bind_row(
     choice: int = 0,
     stops: tuple[int, ...] = (),
 ) -> None:
-    state.bind(row, RowBind(row, 100 + row, params, seed, choice, len(prompt), (*prompt, *answer), stops, max_len=1000))
+    state.bind(
+        row,
+        RowBind(row, 100 + row, params, seed, choice, len(prompt), (*prompt, *answer), stops, max_len=1000),
+    )
 
 
 def draw_rows(

@@ -1,7 +1,7 @@
 """What `xspec train` makes before and after the training: prompts, answers, hidden states, figures.
 
-On tiny random targets. Everything is a function of the seed, interrupted or not, and what the capture keeps is
-what the target computes.
+On tiny random targets. Everything is a function of the seed, interrupted or not, and what the capture keeps
+is what the target computes.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_taps_are_spread_as_published_drafters_have_them() -> None:
     ]
     for layers in range(2, 130):
         taps = spread_taps(layers)
-        assert list(taps) == sorted(set(taps)) and 1 <= taps[0] and taps[-1] < layers and len(taps) <= 5
+        assert list(taps) == sorted(set(taps)) and taps[0] >= 1 and taps[-1] < layers and len(taps) <= 5
     with pytest.raises(ConfigError, match="--algorithm=DSpark needs a target of at least 2 layers"):
         spread_taps(1)
 
@@ -429,11 +429,13 @@ def test_a_lost_round_is_an_error_and_not_an_answer(model: Path) -> None:
 # -- hidden states -----------------------------------------------------------------------------
 
 
-def direct(model: Path, sequence: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden [L, H], taps [L, m, H] and log Z [L] of one pass over the whole sequence, fp32."""
+def direct(
+    model: Path, sequence: Sequence[int], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden [L, H], taps [L, m, H] and log Z [L] of one pass over the whole sequence."""
     kernels, length = CpuKernels(), len(sequence)
-    target = load_target(model, kernels, dtype=torch.float32, device=CPU)
-    pool = KVPool(KVLayout(target.spec.planes, 512, torch.float32), 3, kernels, CPU)
+    target = load_target(model, kernels, dtype=dtype, device=CPU)
+    pool = KVPool(KVLayout(target.spec.planes, 512, dtype), 3, kernels, CPU)
     rows = DeviceRows(1, 1, 512, CPU, sink_page=pool.sink_page)
     rows.page_table[1] = 1
     inputs = rows.chunk_inputs(torch.tensor([1]), [0], [length], chunk_segments([length], [1]))
@@ -446,22 +448,32 @@ def direct(model: Path, sequence: Sequence[int]) -> tuple[torch.Tensor, torch.Te
 CHUNKS = {"max_tokens_per_chunk_for_prefill": 7, "max_tokens_per_batch": 20, "block_size": 8}
 
 
-def test_captured_states_are_those_of_a_direct_pass(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "flags", "tolerance"),
+    [
+        ("float32", {"max_seqs_per_batch": 1}, 1e-6),  # the very same passes
+        ("float64", CHUNKS, 1e-9),
+        ("float64", {**CHUNKS, "max_seqs_per_batch": 2}, 1e-9),
+        ("float32", CHUNKS, 5e-5),  # products of other shapes round differently
+    ],
+)
+def test_captured_states_are_those_of_a_direct_pass(
+    model: Path, dtype: str, flags: dict[str, Any], tolerance: float
+) -> None:
     sequences = [tuple(range(5, 5 + n)) for n in (1, 7, 8, 30, 41, 22)] + [tuple(range(60, 95))] * 2
-    for flags in ({}, CHUNKS, {**CHUNKS, "max_seqs_per_batch": 2}):
-        drafter = CaptureDrafter(TAPS)
-        engine = offline(model, drafter, **flags)
-        for _ in range(2):
-            engine.answer([Ask(sequence, 1) for sequence in sequences])
-            states = drafter.collect()
-            assert set(states) == set(sequences) and drafter.collect() == {}
-            for sequence in sequences:
-                hidden, taps, log_z = direct(model, sequence)
-                found = states[sequence]
-                torch.testing.assert_close(found.hidden, hidden, atol=1e-5, rtol=1e-6)
-                torch.testing.assert_close(found.taps, taps, atol=1e-5, rtol=1e-6)
-                normaliser = log_normaliser(engine.parts.target, found.hidden)
-                torch.testing.assert_close(normaliser, log_z, atol=1e-5, rtol=1e-6)
+    drafter = CaptureDrafter(TAPS)
+    engine = offline(model, drafter, dtype=dtype, **flags)
+    for _ in range(2):
+        engine.answer([Ask(sequence, 1) for sequence in sequences])
+        states = drafter.collect()
+        assert set(states) == set(sequences) and drafter.collect() == {}
+        for sequence in sequences:
+            found = states[sequence]
+            got = (found.hidden, found.taps, log_normaliser(engine.parts.target, found.hidden))
+            for ours, theirs in zip(got, direct(model, sequence, getattr(torch, dtype)), strict=True):
+                assert ours.dtype == theirs.dtype
+                log_tolerance = max(tolerance, 1e-6) if ours.dim() == 1 else tolerance  # kept as fp32
+                torch.testing.assert_close(ours, theirs, atol=log_tolerance, rtol=log_tolerance)
 
 
 def spec_of(model: Path) -> DatasetSpec:
@@ -574,11 +586,11 @@ SETS = [
 
 def test_figures_are_what_the_engine_counts(model: Path, tmp_path: Path) -> None:
     """The same requests to the asyncio engine with the same drafter, in fp64."""
-    drafter = make_mtp(tmp_path / "mtp", draft_ids=torch.arange(3, 20))
+    drafter = make_mtp(tmp_path / "mtp", draft_ids=torch.arange(3, 250))
     flags = {"draft_model": str(drafter), "num_speculative_tokens": 4, "enable_probabilistic_draft": True}
     options = config_of(model, dtype="float64", **flags)
-    found = list(evaluate_drafter(options, SETS, max_tokens=20, temperatures=(0.0, 5.0), seed=3))
-    assert [(one.prompts, one.temperature) for one in found] == [("a", 0), ("a", 5), ("b", 0), ("b", 5)]
+    found = list(evaluate_drafter(options, SETS, max_tokens=20, temperatures=(0.0, 30.0), seed=3))
+    assert [(one.prompts, one.temperature) for one in found] == [("a", 0), ("a", 30), ("b", 0), ("b", 30)]
 
     async def counted(prompts: PromptSet, temperature: float) -> Any:
         async with engine_of(model, **flags) as engine:
@@ -589,11 +601,11 @@ def test_figures_are_what_the_engine_counts(model: Path, tmp_path: Path) -> None
     for figures in found:
         prompts = next(one for one in SETS if one.name == figures.prompts)
         totals = asyncio.run(counted(prompts, figures.temperature))
-        assert figures.rounds == totals.drafts > 10
+        assert figures.rounds == totals.drafts > 5
         assert figures.mean_accepted_length == pytest.approx(totals.mean_acceptance_length)
-    assert found[3].mean_accepted_length > 1.02  # hot text meets hot drafts now and then
-    known = [("a", 0.0), ("a", 5.0), ("b", 5.0)]
-    rest = evaluate_drafter(options, SETS, max_tokens=20, temperatures=(0.0, 5.0), seed=3, known=known)
+    assert found[3].mean_accepted_length > 1.2  # hot text meets hot drafts now and then
+    known = [("a", 0.0), ("a", 30.0), ("b", 30.0)]
+    rest = evaluate_drafter(options, SETS, max_tokens=20, temperatures=(0.0, 30.0), seed=3, known=known)
     assert list(rest) == [found[2]]
 
 

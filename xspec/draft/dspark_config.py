@@ -233,7 +233,7 @@ def _check_layout(keys: DSparkKeys, stated: bool) -> None:
             "sample_from_anchor is absent, and this dialect is exported with both slot layouts (only true: "
             "slot k predicts the token after it; add the key if that is how it was trained)"
         )
-    elif anchored not in (None, True):
+    elif anchored is not None and anchored is not True:
         keys.wrong(f"sample_from_anchor must be true or false, found {anchored!r}")
 
 

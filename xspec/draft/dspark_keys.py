@@ -72,7 +72,7 @@ class DSparkKeys:
         return self.reader.flag(key, default)
 
     def numbers(self, where: str, column: Any, size: int) -> tuple[float, ...]:
-        """A list of `size` reasonable numbers, found at `where`."""
+        """A list of `size` reasonable numbers, found at `where`; a single 1 after a complaint."""
         if (
             isinstance(column, list)
             and len(column) == size
@@ -80,7 +80,7 @@ class DSparkKeys:
         ):
             return tuple(map(float, column))
         self.wrong(f"{where} must be {size} numbers, one a slot of the block, found {column!r}")
-        return (1.0,) * size
+        return (1.0,)
 
     def wrong(self, complaint: str) -> None:
         self.reader.wrong(complaint)

@@ -116,9 +116,10 @@ class SelectedProbability:
 
     def __call__(self, block: Block) -> torch.Tensor:
         slots = zip(block.logits, block.columns, strict=True)
-        return torch.stack([_selected(logits, columns) for logits, columns in slots], 1)
+        return torch.stack([selected_probability(logits, columns) for logits, columns in slots], 1)
 
 
-def _selected(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+def selected_probability(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """[N, D], [N] -> [N] float32: the drafter's own probability of what it picked."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
     return (wide.gather(1, columns[:, None])[:, 0] - wide.logsumexp(1)).exp().float()

@@ -14,6 +14,7 @@ import torch
 
 from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
 from xspec.draft.checkpoint import DraftHead, check_against_target, read_draft_vocabulary, share_head
+from xspec.draft.heads import selected_probability
 from xspec.draft.mtp_config import HiddenState, MtpConfig, open_mtp
 from xspec.errors import ConfigError
 from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
@@ -142,7 +143,7 @@ class MtpDrafter:
             columns = context.pick(logits, context.positions + (step + 1), self._head.ids)
             tokens, hidden = self._head.tokens(columns), _state(state, self._config.step_hidden)
             picked.append(tokens)
-            signals.append(_probability(logits, columns))
+            signals.append(selected_probability(logits, columns))
         return Draft(torch.stack(picked, 1), torch.stack(signals, 1))
 
     def publish(self, published: Published) -> None:
@@ -201,9 +202,3 @@ def _build(config: MtpConfig, build: LayerBuilder) -> MtpModule:
 
 def _state(hidden: Hidden, which: HiddenState) -> torch.Tensor:
     return hidden.last if which is HiddenState.NORMED else hidden.residual
-
-
-def _probability(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """[N, D], [N] -> [N] float32: the drafter's own probability of what it picked."""
-    wide = logits.float()
-    return (wide.gather(1, columns.unsqueeze(1)).squeeze(1) - wide.logsumexp(1)).exp()

@@ -125,9 +125,7 @@ def _start(
     )
 
 
-def _info(
-    config: Config, platform: Platform, parts: Assembly, choice: DraftChoice | None
-) -> dict[str, Any]:
+def _info(config: Config, platform: Platform, parts: Assembly, choice: DraftChoice | None) -> dict[str, Any]:
     return {
         "version": __version__,
         "device": platform.name,

@@ -87,9 +87,7 @@ def assemble(
     """Load target and drafter, allocate, warm up. ConfigError names the flag that cannot be honoured."""
     dtype = check_abilities(config, platform)
     kernels, device = platform.kernels(), platform.device()
-    target = load_target(
-        path, kernels, dtype=dtype, device=device, progress=partial(progress, "loading")
-    )
+    target = load_target(path, kernels, dtype=dtype, device=device, progress=partial(progress, "loading"))
     drafter = make_drafter(target)
     spec = target.spec
     layout = KVLayout(spec.planes, config.cache.block_size, dtype, drafter.spec.planes)

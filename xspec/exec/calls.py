@@ -136,9 +136,7 @@ class VerifyCall:
         inputs = rows.decode_inputs(self._row_ids, width, _widest(self._segments), self._segments)
         tokens = torch.cat((rows.last_token[self._row_ids, None], self._drafts), dim=1).view(-1)
         lanes = self._lane.repeat_interleave(width) if width > 1 else self._lane
-        return self._forward(
-            tokens, inputs, lanes, self._offset.repeat(len(self._lane)), self._lane * width
-        )
+        return self._forward(tokens, inputs, lanes, self._offset.repeat(len(self._lane)), self._lane * width)
 
     def _run_ragged(self) -> VerifyPass:
         ends = self._counts.cumsum(0)
@@ -150,9 +148,8 @@ class VerifyCall:
         # A dense slot without a row of its own shows some row of the pass; nobody reads what it yields.
         dense = (first[:, None] + self._offset).clamp_(max=self._target_rows - 1).view(-1)
         ragged = Ragged(dense=dense, flat=lane * (self._width + 1) + offset)
-        inputs = self._rows.ragged_inputs(
-            self._row_ids, torch.where(live, lane, -1), offset, ragged, _widest(self._segments), self._segments
-        )
+        owners, pages = torch.where(live, lane, -1), _widest(self._segments)
+        inputs = self._rows.ragged_inputs(self._row_ids, owners, offset, ragged, pages, self._segments)
         fed = torch.cat((self._rows.last_token[self._row_ids, None], self._drafts), dim=1)
         tokens = torch.where(live, fed[lane, offset], 0)
         return self._forward(tokens, inputs, lane, torch.where(live, offset, self._width + 1), first)

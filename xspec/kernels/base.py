@@ -50,8 +50,8 @@ class PagedAttention(Protocol):
         """Grouped-query attention: q [N, H, D] over the pages of each row's sequence -> [N, H * D].
 
         Row n sees the first kv_lens[n] keys of its sequence, so decode, ragged verification (see
-        nn.inputs.Ragged), a block that is not causal and chunked prefill are the same call. Keys past kv_lens[n] weigh exactly 0,
-        which hides any finite number; pages that hold NaN or infinity must be zeroed before reuse. A
+        nn.inputs.Ragged), a block that is not causal and chunked prefill are the same call. Keys past
+        kv_lens[n] weigh exactly 0, which hides any finite number; pages that hold NaN or infinity must be zeroed before reuse. A
         row with kv_lens 0 (padding) yields finite numbers that mean nothing.
         """
 

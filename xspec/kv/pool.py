@@ -22,8 +22,8 @@ class KVPool:
     def __init__(self, layout: KVLayout, pages: int, kernels: Kernels, device: torch.device) -> None:
         if pages < RESERVED_PAGES + 1:
             raise ConfigError(
-                f"the KV cache needs at least {RESERVED_PAGES + 1} pages ({RESERVED_PAGES} are reserved), but "
-                f"only {max(0, pages)} of {layout.page_bytes} bytes fit: raise --max_cache_size or "
+                f"the KV cache needs at least {RESERVED_PAGES + 1} pages ({RESERVED_PAGES} are reserved), "
+                f"but only {max(0, pages)} of {layout.page_bytes} bytes fit: raise --max_cache_size or "
                 f"--max_memory_utilization, or lower --block_size ({layout.block_size})"
             )
         self.layout = layout

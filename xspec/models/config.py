@@ -5,7 +5,7 @@ A switch that is not implemented is refused by its name; nothing is assumed that
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,12 +63,7 @@ class ConfigReader:
         value = source.get(key)
         if value is None and default is not None:
             return default
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and value > 0
-            and math.isfinite(value)
-        ):
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
         self._wrong.append(f"{key} must be a positive number, found {_shown(source, key)}")
         return 1.0
@@ -201,7 +196,9 @@ def _refuse_unimplemented(config: ConfigReader) -> None:
             config.refuse(f"{key} (quant_method={method!r}): only plain float weights and GGUF are read")
     _refuse_sliding_window(config)
     architectures = raw.get("architectures") or []
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+    if not isinstance(architectures, list):
+        config.refuse(f"architectures={architectures!r} (only a list of names)")
+    elif architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
         config.refuse(f"architectures={architectures!r} (only ...ForCausalLM)")
 
 

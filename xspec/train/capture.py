@@ -95,21 +95,21 @@ class CaptureDrafter:
 
 def capture(
     journal: Journal,
+    total: int,
     writer: Writer,
     open_engine: Callable[[], tuple[OfflineEngine, CaptureDrafter]],
     progress: Progress,
     at_once: int = SEQUENCES_AT_ONCE,
 ) -> None:
-    """Bring the dataset up to the answers of `journal`, in their order.
+    """Bring the dataset up to the first `total` answers of `journal`, in their order.
 
     Sequences go in the same batches whether or not a run was interrupted: one that was cut is run again, and
     of it only what is missing is written.
     """
-    total = journal.count
     if writer.sequences < total:
         engine, drafter = open_engine()
         begin = writer.sequences // at_once * at_once
-        records = journal.read(begin)
+        records = islice(journal.read(begin), total - begin)
         while batch := list(islice(records, at_once)):
             progress("hidden states", writer.sequences, total)
             for captured in _run(batch, engine, drafter)[writer.sequences - begin :]:

@@ -132,8 +132,11 @@ class Writer:
 class Reader:
     """The sequences a dataset held when it was opened, as views of memory-mapped files."""
 
-    def __init__(self, path: Path, expected: DatasetSpec | None = None) -> None:
-        """CheckpointError if the files do not fit their manifest, or the manifest does not fit `expected`."""
+    def __init__(self, path: Path, expected: DatasetSpec | None = None, *, limit: int | None = None) -> None:
+        """Of the first `limit` sequences only, if given.
+
+        CheckpointError if the files do not fit their manifest, or the manifest does not fit `expected`.
+        """
         self.spec, self.tokens, sequences = _read_manifest(path)
         if expected is not None:
             _check(path, self.spec, expected)
@@ -143,6 +146,7 @@ class Reader:
         self._hidden = _map(path / HIDDEN, np.int16, (self.tokens, hidden)).view(torch.bfloat16)
         self._taps = _map(path / TAPS, np.int16, (self.tokens, taps, hidden)).view(torch.bfloat16)
         self._log_z = _map(path / LOG_Z, np.float32, (self.tokens,))
+        self._records = self._records[:limit]
         flags = self._records[:, 3]
         self.held_out = torch.nonzero(flags & HELD_OUT).flatten().tolist()
         self.training = torch.nonzero((flags & HELD_OUT) == 0).flatten().tolist()

@@ -74,17 +74,21 @@ class Journal:
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, which is made if need be; ConfigError if one is there.
+def hold(folder: Path, flag: str) -> Iterator[None]:
+    """Keep other runs out of the folder of --`flag`, which is made if need be.
 
-    The lock ends with the process, however that ends.
+    ConfigError if one is there, or if nothing can be written. The lock ends with the process, in any case.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"--{flag}={folder} cannot be written: {error}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{folder} is in use by another xspec train") from None
+            raise ConfigError(f"--{flag}={folder} is in use by another xspec train") from None
         yield
 
 

@@ -73,6 +73,16 @@ def make_answers(
     return tokens
 
 
+def count_for(journal: Journal, tokens: int) -> int:
+    """How many of the first answers hold `tokens` tokens: all if they hold fewer."""
+    total = 0
+    for count, record in enumerate(journal.read(), 1):
+        total += len(record["answer_ids"])
+        if total >= tokens:
+            return count
+    return journal.count
+
+
 def ask(number: int, prompts: Sequence[TrainPrompt], options: AnswerOptions) -> Ask:
     """Past the last prompt it goes on with the first, sampled only: greedy answers would come again."""
     own = random.Random(f"{options.seed}/answers/{number}")

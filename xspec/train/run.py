@@ -37,7 +37,7 @@ from xspec.train.loop import Progress as Step
 from xspec.train.mtp import MtpOptions, train_mtp
 from xspec.train.offline import OfflineEngine
 from xspec.train.prompts import PromptOptions, TrainPrompt, make_prompts
-from xspec.train.rollouts import AnswerOptions, make_answers
+from xspec.train.rollouts import AnswerOptions, count_for, make_answers
 from xspec.train.target import digest_of, load_weights, read_target, spread_taps
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def run(settings: TrainSettings, progress: Progress) -> list[Figures]:
     ConfigError names flags that cannot be honoured, before any work where it can be known then.
     """
     job = Run(settings, progress)
-    with hold(settings.output), hold(settings.work):
+    with hold(settings.output, "output"), hold(settings.work, "work_dir"):
         job.settle()
         if not job.state.done("training"):
             job.make_data()
@@ -198,17 +198,18 @@ class Run:
         settings = self.settings
         prompts, answers = self._prompts, self._journal()
         tokens = make_answers(prompts, settings.answers, answers, self._open_plain, self._progress)
-        log.info("%d answers of %d tokens", answers.count, tokens)
+        log.info("%d answers of %d tokens in %s", answers.count, tokens, answers.path)
         self._close_plain()
         with Writer(self._dataset, self._spec) as writer:
-            capture(answers, writer, self._open_capture, self._progress)
-            log.info("hidden states of %d tokens in %s", writer.tokens, self._dataset)
+            capture(answers, self._count(answers), writer, self._open_capture, self._progress)
+            size = sum(self._spec.row_bytes.values()) * writer.tokens
+            log.info("hidden states of %d tokens in %s: %.2f GB", writer.tokens, self._dataset, size / 1e9)
 
     def train(self) -> None:
         """From here on the settings of the training are fixed for this output."""
         settings = self.settings
         self.state.settle("training", self._recipe, "--output")
-        reader = Reader(self._dataset, self._spec)
+        reader = Reader(self._dataset, self._spec, limit=self._count(self._journal()))
         weights = load_weights(self.target, self.dtype)
         log.info(
             "training on %d sequences, %d held out, %d steps",
@@ -282,6 +283,10 @@ class Run:
     def _spec(self) -> DatasetSpec:
         config = self.target.config
         return DatasetSpec(self.target.name, self.digest, config.hidden_size, config.vocab_size, self.taps)
+
+    def _count(self, answers: Journal) -> int:
+        """The first answers, as many as asked for: a shared folder may hold more."""
+        return count_for(answers, self.settings.answers.tokens)
 
     def _journal(self) -> Journal:
         return Journal(self.settings.work / "answers.jsonl")
