@@ -27,8 +27,9 @@ from typing import Any
 from xspec.config import Config
 from xspec.core.drafts import DraftTotals
 from xspec.core.request import SamplingParams
+from xspec.text.prompts import Prompt
 from xspec.threads import settle_threads
-from xspec_cli.benchlib.prompts import Prompt, load_prompts
+from xspec_cli.benchlib.prompts import load_prompts
 from xspec_cli.benchlib.stats import bootstrap_interval, median
 
 

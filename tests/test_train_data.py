@@ -49,7 +49,7 @@ from xspec.train.figures import Figures, FiguresFile, table
 from xspec.train.journal import Journal, State, hold
 from xspec.train.offline import Ask, OfflineEngine
 from xspec.train.prompts import PromptOptions, TrainPrompt, arrange, is_held_out, make_prompts, read_encoded
-from xspec.train.rollouts import AnswerOptions, ask, make_answers
+from xspec.train.rollouts import AnswerOptions, ask, count_for, make_answers
 from xspec.train.target import digest_of, load_weights, read_target, spread_taps
 
 CPU = torch.device("cpu")
@@ -155,14 +155,14 @@ def test_settings_must_not_change_under_what_was_made_with_them(tmp_path: Path) 
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    with (
-        hold(tmp_path / "new"),
-        pytest.raises(ConfigError, match="in use by another"),
-        hold(tmp_path / "new"),
-    ):
+    new = tmp_path / "new"
+    with hold(new, "output"), pytest.raises(ConfigError, match="--output=.*new is in use by another"):
+        hold(new, "output").__enter__()
+    with hold(new, "output"):
         pass
-    with hold(tmp_path / "new"):
-        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--work_dir=.*file/x cannot be written"):
+        hold(tmp_path / "file" / "x", "work_dir").__enter__()
 
 
 # -- the target's files ------------------------------------------------------------------------
@@ -303,6 +303,13 @@ def test_user_turns_are_finished() -> None:
     assert selfmade.until([5, 6], frozenset({2})) == [5, 6]
 
 
+def test_any_number_of_turns_has_the_mix() -> None:
+    cycle = selfmade._CYCLE
+    assert len(cycle) == sum(opening.share for opening in selfmade.OPENINGS)
+    assert all(cycle.count(opening) == opening.share for opening in selfmade.OPENINGS)
+    assert {opening.source for opening in cycle[:15]} == {"chat", "code", "maths", "prose"}
+
+
 def test_a_turn_begins_where_the_template_says(text: TextAssets) -> None:
     assert selfmade.user_turn_head(text, chat=True) == "<|im_start|>user\n"
     assert selfmade.user_turn_head(text, chat=False) == ""
@@ -324,8 +331,9 @@ def test_made_up_prompts_are_the_same_after_a_kill(model: Path, text: TextAssets
     tail = text.tokenizer.encode(f"{IM_END}\n<|im_start|>assistant\n", add_special_tokens=False)
     for prompt in whole:
         assert prompt.ids[: len(head)] == head and list(prompt.ids[-len(tail) :]) == tail
-    with pytest.raises(Killed):
-        make(tmp_path / "cut", killed_after(2))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(engine, "answer", killed_after(2, engine.answer))
+        make(tmp_path / "cut", silent)
     assert Journal(tmp_path / "cut" / "self_prompts.jsonl").count == 8
     assert make(tmp_path / "cut", silent) == whole
     for name in ("self_prompts.jsonl", "prompts.jsonl"):
@@ -366,6 +374,9 @@ def test_answers_stop_where_enough_are_made(answered: Journal) -> None:
     assert sum(lengths[:-1]) < 160 <= sum(lengths) and max(lengths) <= 16
     assert [record["id"] for record in records] == list(range(len(records)))
     assert len(records) > len(PROMPTS)  # on to a second pass
+    assert [count_for(answered, n) for n in (1, lengths[0], lengths[0] + 1, 160, 10**6)] == [
+        1, 1, 2, len(records), len(records),
+    ]  # fmt: skip
     for record in records:
         prompt, asked = PROMPTS[record["id"] % 9], ask(record["id"], PROMPTS, ANSWERS)
         assert tuple(record["prompt_ids"]) == prompt.ids and record["held_out"] == prompt.held_out
@@ -485,7 +496,7 @@ def capture_into(model: Path, answered: Journal, writer: Writer) -> None:
         drafter = CaptureDrafter(TAPS)
         return offline(model, drafter, **CHUNKS), drafter
 
-    capture(answered, writer, opened, silent, at_once=4)
+    capture(answered, answered.count, writer, opened, silent, at_once=4)
 
 
 def test_the_dataset_holds_the_answers_and_their_states(
@@ -495,6 +506,9 @@ def test_the_dataset_holds_the_answers_and_their_states(
         capture_into(model, answered, writer)
     reader = Reader(tmp_path, spec_of(model))
     records = list(answered.read())
+    part = Reader(tmp_path, spec_of(model), limit=5)
+    assert len(part) == 5 and sorted(part.training + part.held_out) == [0, 1, 2, 3, 4]
+    assert torch.equal(part.sequence(4).hidden, reader.sequence(4).hidden)
     assert len(reader) == len(records) > 8
     assert any(reader.sequence(i).sampled for i in range(len(reader)))
     for index, record in enumerate(records):
@@ -503,10 +517,10 @@ def test_the_dataset_holds_the_answers_and_their_states(
         assert found.tokens.tolist() == sequence and found.prompt_len == len(record["prompt_ids"])
         assert (found.held_out, found.sampled) == (record["held_out"], record["temperature"] > 0)
         hidden, taps, log_z = direct(model, sequence)
-        torch.testing.assert_close(found.log_z, log_z, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(found.log_z, log_z, atol=5e-5, rtol=1e-6)
         for kept, exact in ((found.hidden, hidden), (found.taps, taps)):
-            # Rounded once: chunks may fall to either side of a tie, nothing more.
-            torch.testing.assert_close(kept.float(), exact, atol=1e-6, rtol=2**-8)
+            # Rounded once to bf16, on top of what products of other shapes round.
+            torch.testing.assert_close(kept.float(), exact, atol=5e-5, rtol=2**-8)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 4, 7])
@@ -526,7 +540,8 @@ def test_capture_is_the_same_after_a_kill(
     for file in sorted((tmp_path / "whole").iterdir()):
         assert (tmp_path / "cut" / file.name).read_bytes() == file.read_bytes(), file.name
     with Writer(tmp_path / "cut", spec_of(model)) as writer:
-        capture(answered, writer, killed_after(0), silent)  # complete: no engine is opened
+        # Complete: no engine is opened.
+        capture(answered, answered.count, writer, killed_after(0), silent)
 
 
 def test_capture_refuses_a_prefix_cache(model: Path) -> None:

@@ -266,12 +266,13 @@ def toy_teaching(count: int = 40, vocab: int = 50, size: int = 12) -> tuple[torc
 
 @pytest.mark.parametrize("ce_weight", [1.0, 0.4, 0.0])
 @pytest.mark.parametrize("shared", [False, True])
-def test_reduced_teacher_equals_the_full_vocabulary(ce_weight: float, shared: bool) -> None:
+@pytest.mark.parametrize("soft", [False, True])
+def test_reduced_teacher_equals_the_full_vocabulary(ce_weight: float, shared: bool, soft: bool) -> None:
     head, target, hidden, labels, weights = toy_teaching()
     ids = torch.arange(0, 50, 3)
     rows = torch.randint(0, 9, (40,), generator=generator(0, 0)) if shared else None
     scores = target @ head.T
-    teaching = Teaching(target, scores.logsumexp(-1), labels, weights, rows)
+    teaching = Teaching(target, scores.logsumexp(-1), labels, weights, rows, soft)
     taught_hidden, other = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     taught = teach(taught_hidden, draft_head(head, ids), teaching, ce_weight, chunk_rows=7)
 
@@ -281,6 +282,8 @@ def test_reduced_teacher_equals_the_full_vocabulary(ce_weight: float, shared: bo
     inside = (labels % 3) == 0
     assert 0 < inside.sum() < 40
     cross_entropy = torch.where(inside, -q.gather(1, labels[:, None])[:, 0].clamp(min=1e-30).log(), 0.0)
+    if soft:
+        cross_entropy = -(p[:, ids] * q[:, ids].log()).sum(-1)
     distance = (q - p).abs().sum(-1)
     loss = (weights * (ce_weight * cross_entropy + (1 - ce_weight) * distance)).sum()
     torch.testing.assert_close(taught.loss, loss, atol=1e-5, rtol=1e-5)
@@ -297,7 +300,7 @@ def test_reduced_teacher_equals_the_full_vocabulary(ce_weight: float, shared: bo
 def test_bias_is_trained_too() -> None:
     head, target, hidden, labels, weights = toy_teaching()
     ids = torch.arange(0, 50, 3)
-    teaching = Teaching(target, (target @ head.T).logsumexp(-1), labels, weights)
+    teaching = Teaching(target, (target @ head.T).logsumexp(-1), labels, weights, soft=False)
     source = torch.Generator().manual_seed(1)
     made = [hidden, torch.randn(40, 4, generator=source), torch.randn(17, 4, generator=source)]
     ones, others = ([part.clone().requires_grad_() for part in made] for _ in range(2))
@@ -451,3 +454,12 @@ def test_damaged_states_and_empty_datasets_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no training sequences"):
         line_run(tmp_path / "empty", tmp_path / "empty.pt", Line())
     assert dataset.MANIFEST == "manifest.json"
+
+
+def test_autocast_does_not_round_the_loss() -> None:
+    head, target, hidden, labels, weights = toy_teaching()
+    teaching = Teaching(target, (target @ head.T).logsumexp(-1), labels, weights)
+    plain = teach(hidden, draft_head(head, torch.arange(50)), teaching, 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = teach(hidden, draft_head(head, torch.arange(50)), teaching, 0.5)
+    assert torch.equal(cast.loss, plain.loss) and torch.equal(cast.cross_entropy, plain.cross_entropy)

@@ -156,6 +156,13 @@ TRAINING_FLAGS: tuple[Flag, ...] = (
         "width of the drafter's MLPs; 0: 4 x hidden for MTP, the target's for DSpark",
         low=0,
     ),
+    command(
+        "soft_labels",
+        TRAINING,
+        Kind.BOOL,
+        True,
+        "learn from the target's whole distribution; off: from the tokens of its answers",
+    ),
     command("report_every", TRAINING, Kind.INT32, 25, "steps between two lines of progress", low=1),
     command(
         "evaluate_every", TRAINING, Kind.INT32, 500, "steps between two looks at held-out answers", low=1

@@ -30,8 +30,8 @@ COMMAND = Command(
     usage="xspec train --algorithm=MTP|DSpark --output=DIR [--model=PATH] [--flag=value ...]",
     about="Train a drafter for a model on its own answers, and make figures of it in real rollouts. Prompts "
     "come from --prompts and --continue_text files or are made up by the model (--self_prompts). Killed, the "
-    "same command goes on where it was. Of the engine's flags --max_seqs_per_batch and --max_cache_size decide "
-    "how fast answers are made. With --evaluate_only nothing is trained.",
+    "same command goes on where it was. Of the engine's flags --max_seqs_per_batch and --max_cache_size "
+    "decide how fast answers are made. With --evaluate_only nothing is trained.",
     flags=FLAGS,
 )
 
@@ -178,7 +178,8 @@ def recipe(launch: Launch, flags: Sequence[Flag]) -> dict[str, Any]:
     own = {flag.name: launch.value(flag.name) for flag in flags}
     if "draft_block_size" in own:  # --block_size is the KV cache's
         own["block_size"] = own.pop("draft_block_size")
-    return {**own, "inner_size": launch.value("inner_size") or None}
+    shared = {"inner_size": launch.value("inner_size") or None, "soft_labels": launch.value("soft_labels")}
+    return {**own, **shared}
 
 
 def evaluation_options(launch: Launch) -> EvaluationOptions:

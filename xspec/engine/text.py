@@ -64,7 +64,7 @@ class ChoiceText:
             prompt_tokens=len(self._request.prompt_ids),
             completion_tokens=self._completion_tokens,
             cached_tokens=self._cached_tokens,
-            error=output.error,
+            error=output.error if stop is None else None,
             drafts=drafts,
         )
 

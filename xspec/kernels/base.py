@@ -51,8 +51,8 @@ class PagedAttention(Protocol):
 
         Row n sees the first kv_lens[n] keys of its sequence, so decode, ragged verification (see
         nn.inputs.Ragged), a block that is not causal and chunked prefill are the same call. Keys past
-        kv_lens[n] weigh exactly 0, which hides any finite number; pages that hold NaN or infinity must be zeroed before reuse. A
-        row with kv_lens 0 (padding) yields finite numbers that mean nothing.
+        kv_lens[n] weigh exactly 0, which hides any finite number; pages that hold NaN or infinity must be
+        zeroed before reuse. A row with kv_lens 0 (padding) yields finite numbers that mean nothing.
         """
 
 

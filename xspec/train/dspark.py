@@ -46,6 +46,7 @@ class DSparkOptions:
     markov_head: str = "vanilla"
     anchors: int = 32  # blocks a training step takes from each sequence
     confidence_weight: float = 0.5
+    soft_labels: bool = True  # cross entropy with the target's distribution; else with the answer's token
     evaluate_sequences: int = 48  # of the held-out ones, while training; the calibration uses all
 
     def __post_init__(self) -> None:
@@ -96,7 +97,8 @@ class DSparkTrainer:
         markov = self.module.markov_head
         embedded = markov.embed(blocks.previous)
         bias = (markov.state(hidden, embedded), markov.markov_w2.weight)
-        teaching = Teaching(batch.hidden[blocks.rows], batch.log_z[blocks.rows], blocks.labels, weights)
+        hidden_of, soft = batch.hidden[blocks.rows], self._options.soft_labels
+        teaching = Teaching(hidden_of, batch.log_z[blocks.rows], blocks.labels, weights, soft=soft)
         taught = teach(hidden, self.head, teaching, cross_entropy_weight(progress), bias)
         logits = self.module.confidence_head(hidden, embedded)
         accepts = taught.accept.clamp(0.0, 1.0)

@@ -46,6 +46,7 @@ class Teaching:
     labels: torch.Tensor  # [n] int64 target ids; those outside D take no part in the cross entropy
     weights: torch.Tensor  # [n] fp32 share of each row in the loss
     rows: torch.Tensor | None = None  # [n] which of hidden and log_z teaches each row; None: its own
+    soft: bool = True  # cross entropy with the target's distribution over D; else with the label alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Taught:
     accept: torch.Tensor  # [n] fp32: sum of min(q, p), what a sampled draft is accepted with
     hit: torch.Tensor  # [n] bool: the drafter's best token is the label
     agree: torch.Tensor  # [n] bool: the drafter's best token is the target's best in D
-    cross_entropy: torch.Tensor  # [n] fp32, 0 where the label lies outside D
+    cross_entropy: torch.Tensor  # [n] fp32: -sum of p log q, or -log q of the label (0 where it is not in D)
     distance: torch.Tensor  # [n] fp32: L1 distance over the full vocabulary, 2 TV
 
 
@@ -78,12 +79,17 @@ def teach(
 ) -> Taught:
     """Weighted sum over rows of ce_weight * CE + (1 - ce_weight) * L1, and what it was made of.
 
+    Soft labels say at every row what the target thinks of every token, which a small set of answers repeats
+    too seldom to be learnt from its tokens alone.
+
     Logits are hidden [n, H] . rows^T, plus x . w^T of the `bias` (x [n, r], w [D, r]), both trained.
     p_D = exp(h . E_D^T - log Z) sums to at most 1, and q is 0 outside D, so over the whole vocabulary
     L1 = sum_D |q - p| + 1 - sum_D p and accept = sum_D min(q, p), exactly.
     """
     x, w = bias if bias is not None else (None, None)
-    loss, *rest = _Teach.apply(hidden, x, w, head, teaching, ce_weight, chunk_rows)
+    # Its products choose their types themselves; autocast would round the sums of its rows too.
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, *rest = _Teach.apply(hidden, x, w, head, teaching, ce_weight, chunk_rows)
     return Taught(loss, *rest)
 
 
@@ -121,7 +127,7 @@ class _Teach(torch.autograd.Function):
             p = p.sub_(teaching.log_z[distinct, None]).exp_()
             if len(distinct) < len(part):
                 p = p[places]
-            found, grad = _chunk(logits, p, labels[part], teaching.weights[part], ce_weight)
+            found, grad = _chunk(logits, p, labels[part], teaching.weights[part], ce_weight, teaching.soft)
             for out, values in zip(outs, found, strict=True):
                 out[part] = values
             grad = grad.to(dtype)
@@ -143,25 +149,36 @@ class _Teach(torch.autograd.Function):
 
 
 def _chunk(
-    logits: torch.Tensor, p: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, ce_weight: float
+    logits: torch.Tensor,
+    p: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    ce_weight: float,
+    soft: bool,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Row results and the loss gradient by logits [n, D] fp32, which are overwritten, as is `p`."""
     best, agree, mass = logits.argmax(-1), p.argmax(-1), p.sum(-1)
     log_q = logits.sub_(torch.logsumexp(logits, -1, keepdim=True))
     known = labels >= 0
     places = labels.clamp(min=0)[:, None]
-    cross_entropy = -log_q.gather(1, places).squeeze(1) * known
+    chosen = log_q.gather(1, places).squeeze(1)
+    cross_entropy = -torch.linalg.vecdot(p, log_q) if soft else -chosen * known
     q = log_q.exp_()
     difference = torch.sub(q, p, out=p)
     # min(q, p) = (q + p - |q - p|) / 2, and q sums to 1.
     apart = torch.linalg.vector_norm(difference, 1, -1)
     accept = (1.0 + mass - apart) / 2
     distance = apart + 1.0 - mass
-    # L1 by logits: q (s - <q, s>) with s the sign of q - p. CE by logits: q - onehot.
+    # CE by logits: q - onehot, or with soft labels q * mass - p.
+    if soft:
+        ce_share = (ce_weight * weights)[:, None]
+        grad = torch.addcmul(difference, q, (mass - 1.0)[:, None]).mul_(ce_share)
+    else:
+        ce_share = (ce_weight * known * weights)[:, None]
+        grad = (q * ce_share).scatter_add_(1, places, -ce_share)
+    # L1 by logits: q (s - <q, s>) with s the sign of q - p.
     sign = difference.sign_()
     slope = torch.linalg.vecdot(q, sign)[:, None]
     tv_share = (1.0 - ce_weight) * weights[:, None]
-    ce_share = (ce_weight * known * weights)[:, None]
-    grad = sign.sub_(slope).mul_(tv_share).add_(ce_share).mul_(q)
-    grad.scatter_add_(1, places, -ce_share)
+    grad.add_(sign.sub_(slope).mul_(tv_share).mul_(q))
     return (accept, best == labels, best == agree, cross_entropy, distance), grad

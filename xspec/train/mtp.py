@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from xspec.errors import ConfigError
@@ -36,6 +36,7 @@ class MtpOptions:
     step_decay: float = 0.7  # weight of step j: step_decay ** (j - 1)
     supervise: float = 0.5  # random share of the answer's positions a training step starts chains at
     step_hidden: str = RESIDUAL  # what a step hands to the next: the layer's output before or after the norm
+    soft_labels: bool = True  # cross entropy with the target's distribution; else with the answer's token
     evaluate_sequences: int = 64
 
     def __post_init__(self) -> None:
@@ -216,7 +217,8 @@ class MtpTrainer:
         weights = valid * options.step_decay ** ahead.float()
         weights = weights / weights.sum().clamp(min=1e-9)
         flat = rows.flatten()
-        teaching = Teaching(batch.hidden, batch.log_z, batch.tokens[flat + 1], weights.flatten(), flat)
+        labels, soft = batch.tokens[flat + 1], options.soft_labels
+        teaching = Teaching(batch.hidden, batch.log_z, labels, weights.flatten(), flat, soft)
         taught = teach(outputs.flatten(0, 1), self.head, teaching, ce_weight)
         shape = (len(chains.anchors), steps)
         parts = (taught.accept, taught.hit, taught.agree, taught.cross_entropy, taught.distance)
@@ -321,6 +323,7 @@ def write_model(output: Path, config: dict[str, Any], tensors: dict[str, torch.T
         write(partial)
         partial.replace(output / name)
 
-    replace("model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    # Not save_file, which makes the file its owner's alone whatever the umask says.
+    replace("model.safetensors", lambda path: path.write_bytes(save(tensors, {"format": "pt"})))
     text = json.dumps(config, indent=2) + "\n"
     replace("config.json", lambda path: path.write_text(text, encoding="utf-8"))

@@ -16,6 +16,7 @@ from xspec.text.tokenizer import TextAssets
 from xspec.train.journal import Journal
 from xspec.train.offline import Ask, OfflineEngine
 
+STAGE = "prompts of its own"
 TEMPERATURE, TOP_P = 1.0, 0.98
 SHORTEST_CHARACTERS = 12
 _PROBE = "xspecprobe"
@@ -48,7 +49,17 @@ OPENINGS: tuple[Opening, ...] = (
     Opening("prose", "Write a short story about", 1, 40),
     Opening("prose", "Write an essay", 1, 40),
 )
-_CYCLE = tuple(opening for opening in OPENINGS for _ in range(opening.share))
+_CYCLE = tuple(  # each opening spread evenly, so that any number of turns has the mix
+    opening
+    for _, opening in sorted(
+        (
+            ((number + 0.5) / opening.share, opening)
+            for opening in OPENINGS
+            for number in range(opening.share)
+        ),
+        key=lambda pair: pair[0],
+    )
+)
 
 
 def make_user_turns(
@@ -71,18 +82,21 @@ def make_user_turns(
     stops = text.eos_ids | text.tokenizer.special_ids
     engine = open_engine() if journal.count < count else None
     while engine is not None and journal.count < count:
-        progress("prompts of its own", journal.count, count)
         numbers = range(journal.count, min(count, journal.count + group))
         asks = [_ask(number, head, text, chat, max_tokens, seed) for number in numbers]
-        answers = engine.answer(asks)
+        answers = engine.answer(asks, _teller(progress, journal.count, count))
         records = []
         for number, answer in zip(numbers, answers, strict=True):
             opening = _CYCLE[number % len(_CYCLE)]
             turn = finish(opening, text.tokenizer.decode(until(answer, stops)))
             records.append({"id": number, "source": opening.source, "text": turn})
         journal.append(records)
-    progress("prompts of its own", count, count)
+    progress(STAGE, count, count)
     return [(record["source"], record["text"]) for record in journal.read() if record["text"] is not None]
+
+
+def _teller(progress: Progress, before: int, total: int) -> Callable[[int, int], None]:
+    return lambda complete, _: progress(STAGE, min(before + complete, total - 1), total)
 
 
 def user_turn_head(text: TextAssets, *, chat: bool) -> str:
