@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xspec.draft.base import Draft, DraftContext, Drafter, Published
+from xspec.draft.base import Draft, DraftContext, Drafter, DraftMemory, Published
 from xspec.kernels.base import Kernels
 from xspec.kv.layout import KVLayout
 from xspec.kv.pool import KVPool
@@ -51,7 +51,8 @@ class DraftRounds:
         random.Random(seed).shuffle(ids)
         self.tables = torch.tensor(ids).view(len(texts), pages)
         self.lengths = [0] * len(texts)  # positions whose K/V are facts
-        drafter.attach(len(texts) + 1, self.pool.draft, self.pool.page_state, self.pool.sink_page, block_size)
+        pool = self.pool
+        drafter.attach(DraftMemory(len(texts) + 1, pool.draft, pool.page_state, pool.sink_page, block_size))
         for sequence in range(len(texts)):
             drafter.bind(sequence + 1, None)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
+from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, Published
 
 
 class ScriptedDrafter:
@@ -33,14 +33,7 @@ class ScriptedDrafter:
         self._right, self._wrong = right, wrong
         self.published: dict[int, list[int]] = {}  # positions of facts by device row, since its last bind
 
-    def attach(
-        self,
-        rows: int,
-        slabs: tuple[torch.Tensor, ...],
-        page_state: torch.Tensor,
-        sink_page: int,
-        block_size: int,
-    ) -> None:
+    def attach(self, memory: DraftMemory) -> None:
         return None
 
     def bind(self, row: int, last_page: int | None) -> None:

@@ -15,7 +15,7 @@ from draft_rounds import Drafted, DraftRounds
 from dspark_dense import DenseDSpark, DenseTarget
 from tiny_dspark import BLOCK, Sizes
 
-from xspec.draft.base import Published
+from xspec.draft.base import DraftMemory, Published
 from xspec.draft.dspark import DSparkDrafter
 from xspec.draft.heads import Block, ConfidenceHead, SelectedProbability
 from xspec.kernels.base import Kernels
@@ -317,7 +317,7 @@ def test_padding_of_the_flat_axis_is_no_fact(tmp_path: Path) -> None:
     world = World(tmp_path)
     drafter = world.drafter()
     slabs = tuple(world.kernels.kv_slab(5, 4, 2, 12, F64) for _ in range(2))
-    drafter.attach(4, slabs, torch.zeros(5, 0, dtype=F64), 4, 4)
+    drafter.attach(DraftMemory(4, slabs, torch.zeros(5, 0, dtype=F64), 4, 4))
     taps = tuple(torch.randn(8, 64, dtype=F64) for _ in range(2))
     published = Published(
         tokens=torch.zeros(8, dtype=torch.int64),
@@ -396,7 +396,8 @@ def test_calibration_of_each_regime(tmp_path: Path) -> None:
     found = {}
     for regime in ("greedy", "sampled", None):
         rounds.drafter = world.drafter(regime)
-        rounds.drafter.attach(3, rounds.pool.draft, rounds.pool.page_state, rounds.pool.sink_page, 4)
+        pool = rounds.pool
+        rounds.drafter.attach(DraftMemory(3, pool.draft, pool.page_state, pool.sink_page, 4))
         found[regime] = rounds.draft([0, 1], BLOCK).draft.signals.double()
     raw = torch.logit(found[None])
     same(found[None][0], world.dense.draft(rounds.texts[0][:7]).signals, 1e-6)
@@ -462,4 +463,5 @@ def test_the_wrong_step_count_and_an_unattached_drafter_raise(tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="before attach"):
         rounds.draft([0], BLOCK)
     with pytest.raises(RuntimeError, match="2 draft layers were given 1 slabs"):
-        rounds.drafter.attach(2, rounds.pool.draft[:1], rounds.pool.page_state, rounds.pool.sink_page, 4)
+        pool = rounds.pool
+        rounds.drafter.attach(DraftMemory(2, pool.draft[:1], pool.page_state, pool.sink_page, 4))

@@ -33,6 +33,21 @@ class DrafterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """Where a drafter's context lives, in pages it shares with the target."""
+
+    rows: int  # device rows, padding included
+    slabs: tuple[torch.Tensor, ...]  # one per plane of its spec
+    page_state: torch.Tensor  # [pages, planes.page_state]
+    sink_page: int  # may be written at will, is never read for anybody
+    block_size: int
+
+    @property
+    def sink_slot(self) -> int:
+        return self.sink_page * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
 class DraftContext:
     """What drafting may look at: R lanes of device rows, padded lanes last (device row 0).
 
@@ -87,14 +102,7 @@ class Published:
 class Drafter(Protocol):
     spec: DrafterSpec
 
-    def attach(
-        self,
-        rows: int,
-        slabs: tuple[torch.Tensor, ...],
-        page_state: torch.Tensor,
-        sink_page: int,
-        block_size: int,
-    ) -> None:
+    def attach(self, memory: DraftMemory) -> None:
         """Take the memory `spec.planes` asked for, before first use.
 
         `rows`: device rows, padding included; `slabs`: one per plane; `page_state`: [pages, elements].

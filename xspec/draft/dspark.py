@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
+from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, Published
 from xspec.draft.checkpoint import DraftHead, share_head
 from xspec.draft.dspark_config import (
     CONFIDENCE,
@@ -95,12 +95,6 @@ class DSparkModule:
     signals: Signals
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    slabs: tuple[torch.Tensor, ...]  # one per draft layer
-    sink_slot: int
-
-
 class DSparkDrafter:
     """A Drafter (draft/base.py). Its one step count is the block it was trained on."""
 
@@ -116,7 +110,7 @@ class DSparkDrafter:
             block=config.block_size,
         )
         self._module, self._target, self._kernels, self._head = module, target, kernels, head
-        self._memory: _Memory | None = None
+        self._memory: DraftMemory | None = None
 
     @classmethod
     def load(
@@ -145,17 +139,12 @@ class DSparkDrafter:
             checkpoint.close()
         return cls(config, module, target, kernels, share_head(target, kernels, ids, device))
 
-    def attach(
-        self,
-        rows: int,
-        slabs: tuple[torch.Tensor, ...],
-        page_state: torch.Tensor,
-        sink_page: int,
-        block_size: int,
-    ) -> None:
-        if len(slabs) != len(self._module.layers):
-            raise RuntimeError(f"{len(self._module.layers)} draft layers were given {len(slabs)} slabs")
-        self._memory = _Memory(slabs, sink_page * block_size)
+    def attach(self, memory: DraftMemory) -> None:
+        if len(memory.slabs) != len(self._module.layers):
+            raise RuntimeError(
+                f"{len(self._module.layers)} draft layers were given {len(memory.slabs)} slabs"
+            )
+        self._memory = memory
 
     def bind(self, row: int, last_page: int | None) -> None:
         """Nothing belongs to a row: the context lies in its pages, those of a prefix-cache hit included."""
@@ -201,7 +190,7 @@ class DSparkDrafter:
         hidden = module.norm(residual).view(lanes, width, -1)
         return hidden.transpose(0, 1).contiguous()
 
-    def _attached(self) -> _Memory:
+    def _attached(self) -> DraftMemory:
         if self._memory is None:
             raise RuntimeError("the DSpark drafter was used before attach()")
         return self._memory

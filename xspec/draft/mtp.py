@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
+from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, Published
 from xspec.draft.checkpoint import DraftHead, check_against_target, read_draft_vocabulary, share_head
 from xspec.draft.heads import selected_probability
 from xspec.draft.mtp_config import HiddenState, MtpConfig, open_mtp
@@ -44,14 +44,15 @@ class MtpModule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
-    """`boundary` [rows, hidden]: the target's hidden state of the last position published, per device row."""
+class _Context:
+    """`boundary` [rows, hidden]: the target's hidden state of the last position published, per device row.
+
+    `memory.page_state` [pages, hidden] holds the same of each full page's last position.
+    """
 
     boundary: torch.Tensor
     slab: torch.Tensor
-    page_state: torch.Tensor  # [pages, hidden]: the same of each full page's last position
-    sink_page: int
-    block_size: int
+    memory: DraftMemory
 
 
 class MtpDrafter:
@@ -74,7 +75,7 @@ class MtpDrafter:
         )
         self._config, self._module = config, module
         self._target, self._kernels, self._head = target, kernels, head
-        self._memory: _Memory | None = None
+        self._context: _Context | None = None
 
     @classmethod
     def load(
@@ -106,37 +107,29 @@ class MtpDrafter:
             checkpoint.close()
         return cls(config, module, target, kernels, share_head(target, kernels, ids, device), steps)
 
-    def attach(
-        self,
-        rows: int,
-        slabs: tuple[torch.Tensor, ...],
-        page_state: torch.Tensor,
-        sink_page: int,
-        block_size: int,
-    ) -> None:
-        (slab,) = slabs
-        self._memory = _Memory(
-            page_state.new_zeros(rows, page_state.shape[1]), slab, page_state, sink_page, block_size
-        )
+    def attach(self, memory: DraftMemory) -> None:
+        (slab,) = memory.slabs
+        state = memory.page_state
+        self._context = _Context(state.new_zeros(memory.rows, state.shape[1]), slab, memory)
 
     def bind(self, row: int, last_page: int | None) -> None:
-        memory = self._attached()
+        own = self._attached()
         if last_page is None:
-            memory.boundary[row].zero_()
+            own.boundary[row].zero_()
         else:
-            memory.boundary[row].copy_(memory.page_state[last_page])
+            own.boundary[row].copy_(own.memory.page_state[last_page])
 
     def draft(self, context: DraftContext, steps: int) -> Draft:
         """Step j runs the pair of the newest token and its hidden state at position p + j - 1."""
-        memory, module = self._attached(), self._module
-        tokens, hidden = context.last_tokens, memory.boundary[context.rows]
+        own, module = self._attached(), self._module
+        tokens, hidden = context.last_tokens, own.boundary[context.rows]
         picked, signals = [], []
         for step in range(steps):
             inputs = context.inputs(step, 1, True)
-            paged = self._kernels.paged_attention(inputs, module.shape, memory.slab)
+            paged = self._kernels.paged_attention(inputs, module.shape, own.slab)
             x = self._pair(tokens, hidden)
             cos_sin = module.rope(inputs.positions)
-            residual = module.layer.attention(module.layer.input_norm(x), x, cos_sin, paged, memory.slab)
+            residual = module.layer.attention(module.layer.input_norm(x), x, cos_sin, paged, own.slab)
             residual = module.layer.mlp(module.layer.mlp_norm(residual), residual)
             state = Hidden(module.norm(residual), residual)
             logits = self._head.logits(state.last)
@@ -147,20 +140,21 @@ class MtpDrafter:
         return Draft(torch.stack(picked, 1), torch.stack(signals, 1))
 
     def publish(self, published: Published) -> None:
-        memory, module = self._attached(), self._module
+        own, module = self._attached(), self._module
+        memory = own.memory
         inputs, lanes, rows = published.inputs, published.lanes, published.rows
         states = _state(published.hidden, self._config.target_hidden)  # [N, hidden]
         offsets = torch.arange(lanes.shape[0], device=lanes.device) - published.first[lanes]
         facts = offsets < published.committed[lanes]
 
         # Each row goes with the state of the row before it, a sequence's first with its boundary.
-        boundary = memory.boundary[rows]  # [S, hidden]
+        boundary = own.boundary[rows]  # [S, hidden]
         before = torch.cat((states[:1], states[:-1]))
         before = torch.where((offsets == 0).unsqueeze(1), boundary[lanes], before)
         x = module.layer.input_norm(self._pair(published.tokens, before))
         kept = facts & (inputs.positions > 0)
-        slots = inputs.slots.where(kept, inputs.slots.new_full((), memory.sink_page * memory.block_size))
-        module.layer.attention.publish(x, module.rope(inputs.positions), memory.slab, slots)
+        slots = inputs.slots.where(kept, inputs.slots.new_full((), memory.sink_slot))
+        module.layer.attention.publish(x, module.rope(inputs.positions), own.slab, slots)
 
         # A page's last state is kept with the page: a prefix-cache hit ends there.
         ends = facts & ((inputs.positions + 1) % memory.block_size == 0)
@@ -169,7 +163,7 @@ class MtpDrafter:
 
         last = (published.first + published.committed - 1).clamp(min=0)
         moved = (published.committed > 0).unsqueeze(1)
-        memory.boundary.index_copy_(0, rows, torch.where(moved, states[last], boundary))
+        own.boundary.index_copy_(0, rows, torch.where(moved, states[last], boundary))
 
     def _pair(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """[N] tokens, [N, hidden] states of the positions before them -> [N, hidden], the layer's input."""
@@ -177,10 +171,10 @@ class MtpDrafter:
         pair = torch.stack((self._target.embed(tokens), hidden), 1)  # [N, 2, hidden]
         return module.join(module.pair_norm(pair).flatten(1))
 
-    def _attached(self) -> _Memory:
-        if self._memory is None:
+    def _attached(self) -> _Context:
+        if self._context is None:
             raise RuntimeError("the MTP drafter was used before attach()")
-        return self._memory
+        return self._context
 
 
 def _build(config: MtpConfig, build: LayerBuilder) -> MtpModule:

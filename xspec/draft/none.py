@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
-from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
+from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, Published
 
 
 class NoDrafter:
     spec = DrafterSpec(name="none")
 
-    def attach(
-        self,
-        rows: int,
-        slabs: tuple[torch.Tensor, ...],
-        page_state: torch.Tensor,
-        sink_page: int,
-        block_size: int,
-    ) -> None:
+    def attach(self, memory: DraftMemory) -> None:
         return None
 
     def bind(self, row: int, last_page: int | None) -> None:

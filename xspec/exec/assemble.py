@@ -15,7 +15,7 @@ import torch
 
 from xspec.config import Config
 from xspec.core.shapes import BucketGrid
-from xspec.draft.base import Drafter
+from xspec.draft.base import Drafter, DraftMemory
 from xspec.errors import ConfigError, UnsupportedError
 from xspec.exec.graphs import Parts, RoundGraphs
 from xspec.exec.pick import Picker
@@ -99,7 +99,7 @@ def assemble(
     )
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     sampling = SamplingState(max_seqs + 1, spec.vocab_size, device, dtype=exact)
-    drafter.attach(max_seqs + 1, pool.draft, pool.page_state, pool.sink_page, layout.block_size)
+    drafter.attach(DraftMemory(max_seqs + 1, pool.draft, pool.page_state, pool.sink_page, layout.block_size))
     grid = _grid(config, platform)
     backend = config.execution.python_graph_backend
     backend = platform.abilities.default_graph_backend if backend == "auto" else backend

@@ -15,7 +15,7 @@ import torch
 
 from xspec.core.request import NO_NOISE_BELOW
 from xspec.core.round import PADDING_ROW
-from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
+from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, Published
 from xspec.errors import EngineError
 from xspec.models.base import Target
 from xspec.progress import Progress
@@ -46,14 +46,7 @@ class CaptureDrafter:
         self._rows: dict[int, list[States]] = {}  # by device row, since its last tenant came
         self._left: list[list[States]] = []  # of tenants before
 
-    def attach(
-        self,
-        rows: int,
-        slabs: tuple[torch.Tensor, ...],
-        page_state: torch.Tensor,
-        sink_page: int,
-        block_size: int,
-    ) -> None:
+    def attach(self, memory: DraftMemory) -> None:
         return None
 
     def bind(self, row: int, last_page: int | None) -> None:
