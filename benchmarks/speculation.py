@@ -1,4 +1,4 @@
-"""Fixed speculation widths against plain decoding, alternating in one process.
+"""Fixed speculation widths against plain decoding, alternating, one process an engine.
 
     python benchmarks/speculation.py --prompts gsm8k.jsonl --concurrency 1,4,8,32 \
         --config none --config mtp:0 --config mtp:3 --config dspark:5:2
@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -42,10 +43,6 @@ class Setup:
     steps: int = 0
     verify: int | None = None
 
-    @property
-    def engine(self) -> str:
-        return self.algorithm or "none"
-
 
 @dataclass(slots=True)
 class Turn:
@@ -71,48 +68,101 @@ def parse_setup(text: str) -> Setup:
     raise SystemExit(f"--config {text}: allowed: none, mtp:K, dspark:B:W")
 
 
-async def build(setups: Sequence[Setup], args: argparse.Namespace) -> dict[str, Any]:
-    """One engine per drafter; the policy is exchanged between turns, while nothing runs."""
+def flags_of(setups: Sequence[Setup], algorithm: str | None, args: argparse.Namespace) -> dict[str, Any]:
+    """Flags of the engine that runs all setups of `algorithm`."""
+    flags: dict[str, Any] = {
+        "max_seqs_per_batch": max(args.concurrency),
+        "enable_prefix_cache": False,
+        "max_model_len": args.max_model_len,
+        "random_seed": 1,
+        "dtype": args.dtype,
+        "num_speculative_tokens": 0,
+    }
+    if algorithm is not None:
+        steps = max(setup.steps for setup in setups if setup.algorithm == algorithm)
+        flags |= {"speculative_algorithm": algorithm, "num_speculative_tokens": steps}
+        flags["draft_model"] = {"MTP": args.mtp, "DSpark": args.dspark}[algorithm]
+    return flags
+
+
+class Worker:
+    """An engine in a process of its own: two engines' compute threads in one would slow each other down.
+
+    It sleeps while another one has its turn. Jobs and results are lines of JSON.
+    """
+
+    def __init__(self, flags: dict[str, Any]) -> None:
+        command = [sys.executable, __file__, "--worker", json.dumps(flags)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ask({})  # returns once the engine is ready
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit("a worker ended early; its message stands above")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def turn(self, setup: Setup, first: int, count: int, concurrency: int, args: argparse.Namespace) -> Turn:
+        job = {"steps": setup.steps, "verify": setup.verify, "first": first, "count": count}
+        job |= {"concurrency": concurrency, "prompts": args.prompts, "chat": args.chat, "seed": args.seed}
+        job |= {"max_tokens": args.max_tokens, "temperature": args.temperature}
+        found = self.ask(job)
+        totals = found.pop("totals")
+        if totals is not None:
+            drafts, drafted, accepted, per_position = totals
+            totals = DraftTotals(drafts, drafted, accepted, tuple(per_position))
+        return Turn(found["tokens"], found["seconds"], [tuple(text) for text in found["texts"]], totals)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+async def work(flags: dict[str, Any]) -> None:
+    """The worker's side. The policy is exchanged between turns, while nothing runs."""
     from xspec.engine.build import build_engine
 
-    engines = {}
-    for algorithm in dict.fromkeys(setup.algorithm for setup in setups):
-        flags: dict[str, Any] = {
-            "max_seqs_per_batch": max(args.concurrency),
-            "enable_prefix_cache": False,
-            "max_model_len": args.max_model_len,
-            "random_seed": 1,
-            "num_speculative_tokens": 0,
-        }
-        if algorithm is not None:
-            steps = max(setup.steps for setup in setups if setup.algorithm == algorithm)
-            flags |= {"speculative_algorithm": algorithm, "num_speculative_tokens": steps}
-            flags["draft_model"] = {"MTP": args.mtp, "DSpark": args.dspark}[algorithm]
-        engines[algorithm or "none"] = await build_engine(Config.from_mapping(flags))
-    return engines
+    engine = await build_engine(Config.from_mapping(flags))
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        job = json.loads(line)
+        print(json.dumps(await run(engine, job) if job else {}), flush=True)
+    await engine.close()
 
 
-async def turn(engine: Any, setup: Setup, prompts: Sequence[Prompt], concurrency: int, args: Any) -> Turn:
+async def run(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     from xspec.policy.fixed import FixedPolicy
 
-    engine._driver.policy = FixedPolicy(setup.steps, setup.verify)
+    prompts = shuffled(job["prompts"], job["chat"], job["seed"])[job["first"] : job["first"] + job["count"]]
+    engine._driver.policy = FixedPolicy(job["steps"], job["verify"])
     before = engine.metrics.draft_totals()
     texts: list[tuple[int, ...]] = [()] * len(prompts)
     todo = iter(enumerate(prompts))
 
-    async def worker() -> None:
+    async def client() -> None:
         for index, prompt in todo:
-            params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=index)
-            ids = prompt.ids(engine.text, chat=args.chat)
-            async for output in engine.generate(ids, params):
+            params = SamplingParams(max_tokens=job["max_tokens"], temperature=job["temperature"], seed=index)
+            async for output in engine.generate(prompt.ids(engine.text, chat=job["chat"]), params):
                 texts[index] += output.token_ids
 
     start = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    await asyncio.gather(*(client() for _ in range(job["concurrency"])))
     seconds = time.perf_counter() - start
-    after = engine.metrics.draft_totals()
-    totals = None if after is None or before is None else after.since(before)
-    return Turn(sum(map(len, texts)), seconds, texts, totals)
+    after, totals = engine.metrics.draft_totals(), None
+    if after is not None and before is not None:
+        new = after.since(before)
+        totals = [new.drafts, new.draft_tokens, new.accepted_tokens, new.accepted_per_position]
+    return {"tokens": sum(map(len, texts)), "seconds": seconds, "texts": texts, "totals": totals}
+
+
+def shuffled(path: str, chat: bool, seed: int) -> list[Prompt]:
+    prompts = load_prompts(path, chat=chat)
+    random.Random(seed).shuffle(prompts)
+    return prompts
 
 
 def line(setup: Setup, turns: Sequence[Turn], base: Sequence[Turn]) -> str:
@@ -128,31 +178,32 @@ def line(setup: Setup, turns: Sequence[Turn], base: Sequence[Turn]) -> str:
     return text
 
 
-async def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> None:
     setups = [parse_setup(text) for text in args.config]
-    prompts = load_prompts(args.prompts, chat=args.chat)
-    random.Random(args.seed).shuffle(prompts)
-    engines = await build(setups, args)
+    known = len(shuffled(args.prompts, args.chat, args.seed))
+    algorithms = dict.fromkeys(setup.algorithm for setup in setups)
+    workers = {algorithm: Worker(flags_of(setups, algorithm, args)) for algorithm in algorithms}
     results: dict[str, Any] = {}
     for concurrency in args.concurrency:
         count = max(args.num_prompts, 2 * concurrency if concurrency > 1 else 0)
         turns: dict[str, list[Turn]] = defaultdict(list)
         for number in range(-1, args.rounds):  # round -1 warms up and is not counted
-            first = (number * count) % max(1, len(prompts) - count)
-            part = prompts[: 2 * concurrency] if number < 0 else prompts[first : first + count]
+            first = max(0, number) * count % max(1, known - count)
             for place in range(len(setups)):
                 setup = setups[(place + number) % len(setups)]
-                done = await turn(engines[setup.engine], setup, part, concurrency, args)
+                size = count if number >= 0 else min(count, concurrency)
+                done = workers[setup.algorithm].turn(setup, first, size, concurrency, args)
                 if number >= 0:
                     turns[setup.name].append(done)
+                time.sleep(args.pause_s)
         print(f"concurrency {concurrency}, {count} prompts a round, {args.rounds} rounds", flush=True)
         for setup in setups:
             print(line(setup, turns[setup.name], turns[setups[0].name]), flush=True)
         results[str(concurrency)] = {
             name: [{"tokens": t.tokens, "seconds": t.seconds} for t in done] for name, done in turns.items()
         }
-    for engine in engines.values():
-        await engine.close()
+    for worker in workers.values():
+        worker.close()
     if args.output:
         Path(args.output).write_text(json.dumps(results, indent=1) + "\n")
 
@@ -172,11 +223,16 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max_tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max_model_len", type=int, default=2048)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--pause_s", type=float, default=0.5, help="between turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="", help="JSON with every turn's tokens and seconds")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    settle_threads(0)
-    asyncio.run(main(arguments(sys.argv[1:])))
+    if sys.argv[1:2] == ["--worker"]:
+        settle_threads(0)
+        asyncio.run(work(json.loads(sys.argv[2])))
+    else:
+        main(arguments(sys.argv[1:]))

@@ -61,3 +61,13 @@ def test_no_rows() -> None:
     none = torch.zeros(0, 3, dtype=torch.int64)
     result = accept(none, none[:, :2], none[:, 0])
     assert result.counts.shape == (0,) and result.tokens.shape == (0, 3) and result.last.shape == (0,)
+
+
+def test_a_draft_that_was_not_verified_makes_no_token() -> None:
+    """Rows of 3, 1 and 2 draws under drafts that are all right: what was not asked cannot be agreed with."""
+    draws = torch.tensor([[1, 2, 3], [1, -1, -1], [1, 2, -1]])
+    drafts = torch.tensor([[1, 2], [1, 2], [1, 2]])
+    result = accept(draws, drafts, torch.tensor([8, 8, 8]))
+    assert result.counts.tolist() == [3, 1, 2]
+    assert result.tokens.tolist() == [[1, 2, 3], [1, -1, -1], [1, 2, -1]]
+    assert result.last.tolist() == [3, 1, 2]

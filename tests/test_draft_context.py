@@ -109,7 +109,7 @@ def test_the_undisturbed_drafts_are_those_of_a_harness_that_prefills(kind: Kind)
     """Not only always the same, but right: recomputed from each prefix by other code."""
     kernels, cpu = CpuKernels(), torch.device("cpu")
     target = load_target(kind.model, kernels, dtype=torch.float64, device=cpu)
-    for text, prompt in ((text, prompt) for text, prompt in zip(kind.texts, PROMPTS, strict=True)):
+    for text, prompt in zip(kind.texts, PROMPTS, strict=True):
         for position in (len(prompt), len(prompt) + 7):
             drafter = load_drafter(
                 kind.algorithm, kind.checkpoint, model=kind.model, target=target, kernels=kernels,

@@ -232,6 +232,29 @@ def test_keys_and_values_are_stored_at_any_slot(kernels: CpuKernels | ReferenceK
     assert int((slab != 0).any(-1).sum()) == 4
 
 
+@pytest.mark.parametrize("guesses", [False, True])
+@pytest.mark.parametrize("kernels", [CpuKernels(), ReferenceKernels()])
+def test_a_guess_that_is_not_finite_is_stored_as_zero(
+    kernels: CpuKernels | ReferenceKernels, guesses: bool
+) -> None:
+    """Row 1 is one; row 0, which does not see it, mixes its own finite values."""
+    slab = kernels.kv_slab(2, 4, 1, 8, torch.float64)
+    at = torch.tensor([0, 1])
+    inputs = ForwardInputs(
+        at + 4, at + 4, at + 1, torch.tensor([[1]]), (Segment(0, 1, 2, 1, 0),), guesses=guesses
+    )
+    kv = randn(2, 2, 8, dtype=torch.float64)
+    kv[1, 0, 3], kv[1, 1, 5] = float("nan"), float("-inf")
+    shape = AttentionShape(1, 1, 8, 0.3, torch.float64)
+    attention = kernels.paged_attention(inputs, shape, slab)
+    attention.store(slab, kv)
+    expected = kv.nan_to_num(0.0, 0.0, 0.0) if guesses else kv
+    torch.testing.assert_close(slab[:, 1, :2].transpose(0, 1), expected, equal_nan=True, rtol=0, atol=0)
+    if guesses:
+        found = attention.attend(randn(2, 1, 8, dtype=torch.float64, seed=1), slab)
+        close(found[0], kv[0, 1], torch.float64)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hidden_keys_weigh_exactly_nothing(dtype: torch.dtype) -> None:
     """Huge numbers past every length and on the scratch page leave the result bit for bit as it was."""

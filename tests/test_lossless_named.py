@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedDrafter
-from test_engine import engine_of, model, prompt_of, run, tokens
+from test_engine import KV_BYTES, engine_of, model, prompt_of, run, tokens
 from test_lossless import Scheduled, same, speculating
 
 from xspec.core.request import FinishReason, SamplingParams
@@ -295,7 +295,10 @@ async def test_aborts_at_random_points_leave_nothing(
     """Clients come and go in a pool that is too small; every page returns (`engine_of` looks)."""
     rng = random.Random(8)
     drafter = ScriptedDrafter(reference.scripts, right=0.9)
-    flags = {"block_size": 4, "max_seqs_per_batch": 6, "max_cache_size": 40 * 4 * 1024, "max_model_len": 100}
+    flags = {
+        "block_size": 4, "max_seqs_per_batch": 6, "max_cache_size": 32 * 4 * KV_BYTES, "max_model_len": 100,
+        "prefill_scheduling_memory_usage_threshold": 1.0,
+    }  # fmt: skip
     policy = Scheduled([7, 3, 0, 7], [None, 2])
     async with speculating(model, policy, drafter, monkeypatch, **flags) as engine:
 
@@ -309,10 +312,9 @@ async def test_aborts_at_random_points_leave_nothing(
             await stream.aclose()
 
         async def resident(name: str) -> None:
-            await asyncio.sleep(rng.random() * 0.1)
             prompt, params = reference.cases[name]
             identical(await run(engine, prompt, **params), reference.plain[name], name)
 
         names = ("greedy", "sampled", "stop id", "stop string", "every penalty", "three choices", "echo")
-        await asyncio.gather(*(visitor(i) for i in range(30)), *(resident(name) for name in names))
+        await asyncio.gather(*(resident(name) for name in names), *(visitor(i) for i in range(30)))
         assert engine._scheduler.counters.preemptions > 0

@@ -17,11 +17,12 @@ import pytest
 import torch
 from test_engine import engine_of, run, tokens
 from test_lossless import Scheduled, speculating
-from tiny import make_checkpoint
+from tiny import make_checkpoint, make_config, make_weights, write_weights
 from tiny_drafters import make_mtp
 
 from xspec.core.request import SamplingParams
 from xspec.core.round import RowBind
+from xspec.draft.base import Draft, DraftContext, DrafterSpec, Published
 from xspec.engine.engine import AsyncEngine
 from xspec.exec.pick import Picker
 from xspec.verify.sampler import draw, needs_of
@@ -45,14 +46,14 @@ def conditionals(small: Path) -> Mapping[tuple[int, ...], torch.Tensor]:
     return asyncio.run(_conditionals(small))
 
 
-async def _conditionals(model: Path) -> dict[tuple[int, ...], torch.Tensor]:
+async def _conditionals(model: Path, length: int = LENGTH) -> dict[tuple[int, ...], torch.Tensor]:
     table: dict[tuple[int, ...], torch.Tensor] = {}
     async with engine_of(model, enable_prefix_cache=False) as engine:
-        for text in itertools.product(range(VOCAB), repeat=LENGTH - 1):
+        for text in itertools.product(range(VOCAB), repeat=length - 1):
             prompt = [*PROMPT, *text, 0]
             (output, *_) = await run(engine, prompt, prompt_logprobs=VOCAB, max_tokens=1)
             assert output.prompt_logprobs is not None
-            for given in range(LENGTH):
+            for given in range(length):
                 entry = output.prompt_logprobs[len(PROMPT) + given]
                 assert entry is not None
                 row = torch.tensor([dict(entry.top)[token] for token in range(VOCAB)]).double()
@@ -131,11 +132,57 @@ async def test_texts_follow_the_exact_law(
     flags = {"num_speculative_tokens": 2, "enable_probabilistic_draft": coupled, "max_seqs_per_batch": 64}
     async with speculating(small, policy, drafter, monkeypatch, **flags) as engine:
         for name, params in SETTINGS.items():
-            counts = await sample(engine, params, 2000)
+            counts = await sample(engine, params, 1200)
             assert misfit(counts, law_of(conditionals, params)) < 4, name
             warmer = {**params, "temperature": params["temperature"] * 1.5}
             assert misfit(counts, law_of(conditionals, warmer)) > 4, f"{name}: nothing would be noticed"
-    assert policy.accepted > 500
+    assert policy.accepted > 300
+
+
+class Constant:
+    """Draws every draft from the same logits, as the drafters of the engine draw theirs."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.spec = DrafterSpec("constant", steps=(1, 2, 3, 4))
+        self._logits = logits
+
+    def attach(self, *memory: Any) -> None:
+        return None
+
+    def bind(self, row: int, last_page: int | None) -> None:
+        return None
+
+    def publish(self, published: Published) -> None:
+        return None
+
+    def draft(self, context: DraftContext, steps: int) -> Draft:
+        logits = self._logits.expand(len(context.rows), -1)
+        picked = [context.pick(logits, context.positions + step + 1, None) for step in range(steps)]
+        return Draft(torch.stack(picked, 1), torch.ones(len(context.rows), steps))
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+async def test_a_drafter_that_equals_the_target_is_always_right(
+    coupled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same noise at the same position; a model of one hidden state makes the two laws the same."""
+    config = {"vocab_size": VOCAB}
+    make_checkpoint(tmp_path, "llama", overrides=config)
+    weights = make_weights(make_config("llama", config))
+    for name, weight in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            weight.zero_()
+        if "embed_tokens" in name:
+            weight.copy_(weight[:1].expand_as(weight))
+    write_weights(tmp_path, weights)
+    (logits,) = (await _conditionals(tmp_path, 1)).values()
+    policy = Scheduled([4, 1, 0, 3])
+    flags = {"enable_probabilistic_draft": coupled, "block_size": 4}
+    async with speculating(tmp_path, policy, Constant(logits), monkeypatch, **flags) as engine:
+        params = [{"temperature": t, "n": 6, "ignore_eos": True, "max_tokens": 21} for t in (0.5, 1.0, 3.0)]
+        await asyncio.gather(*(run(engine, PROMPT, **values) for values in params))
+    assert policy.proposed > 200
+    assert (policy.accepted == policy.proposed) == coupled
 
 
 def rows_of(vocab: int, temperature: float, seeds: int) -> SamplingState:
