@@ -326,7 +326,7 @@ async def test_refusals_at_start_name_the_flag(model: Path, flags: dict[str, Any
 
 
 async def test_a_small_cache_shortens_the_context_when_none_was_asked_for(model: Path) -> None:
-    async with engine_of(model, max_cache_size=32 * KV_BYTES * 5) as engine:
+    async with engine_of(model, max_cache_size=32 * KV_BYTES * 6) as engine:
         assert engine.max_model_len == 128
 
 

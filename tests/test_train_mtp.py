@@ -152,7 +152,7 @@ def test_only_answers_are_supervised_and_a_share_of_them() -> None:
 def test_loss_is_the_mean_over_steps_and_rows(step_hidden: str) -> None:
     """Against the plain formula over the full vocabulary, labels past the end ignored."""
     model = make_model()
-    embedding = torch.randn(VOCAB, SIZES.hidden)
+    embedding = torch.randn(VOCAB, SIZES.hidden, generator=generator(7, 0))
     weights = TargetWeights(embedding, embedding, torch.ones(SIZES.hidden), SIZES, 512)
     ids = torch.arange(VOCAB)
     options = MtpOptions(LoopOptions(10), VOCAB, unroll=3, supervise=1.0, step_hidden=step_hidden)
@@ -173,7 +173,7 @@ def test_loss_is_the_mean_over_steps_and_rows(step_hidden: str) -> None:
                 continue
             log_q = (outputs[chain, step] @ embedding.T).log_softmax(-1)
             p, q = log_p[anchor + step].exp(), log_q.exp()
-            entropy = -log_q[batch.tokens[anchor + step + 1]]
+            entropy = -(p * log_q).sum()
             total += 0.7**step * float(entropy)
             total_late += 0.7**step * float(0.1 * entropy + 0.9 * (p - q).abs().sum())
             share += 0.7**step
@@ -182,7 +182,7 @@ def test_loss_is_the_mean_over_steps_and_rows(step_hidden: str) -> None:
     assert late.item() == pytest.approx(total_late / share, rel=1e-5)
     for step in range(3):
         assert float(metrics[f"accept{step + 1}"]) == pytest.approx(
-            sum(accepted[step]) / len(accepted[step]), rel=1e-4
+            sum(accepted[step]) / len(accepted[step]), rel=1e-4, abs=1e-6
         )
 
 
