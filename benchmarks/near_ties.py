@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from typing import Any
 
 from xspec.llm import LLM, Completion
 from xspec_cli.benchlib.prompts import load_prompts, take
@@ -20,7 +21,7 @@ from xspec_cli.benchlib.prompts import load_prompts, take
 TOP = 5
 
 
-def answers(args: argparse.Namespace, **flags: object) -> list[Completion]:
+def answers(args: argparse.Namespace, **flags: Any) -> list[Completion]:
     with LLM(dtype=args.dtype, enable_prefix_cache=False, max_seqs_per_batch=args.clients, **flags) as llm:
         params = llm.params(temperature=0.0, max_tokens=args.max_tokens, logprobs=TOP)
         prompts = take(load_prompts(args.prompts, chat=True), 0, args.num_prompts)
