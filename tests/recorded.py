@@ -104,14 +104,14 @@ async def watched(
 ) -> AsyncIterator[tuple[AsyncEngine, DraftRecorder]]:
     """An engine with the drafter at `drafter` under watch. Rows are known by the binds of its rounds."""
     recorders: list[DraftRecorder] = []
-    make = build._make_drafter
+    make = build.make_drafter
 
     def make_watched(*parts: Any) -> Drafter:
         recorders.append(DraftRecorder(make(*parts), hints))
         return recorders[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_make_drafter", make_watched)
+        patch.setattr(build, "make_drafter", make_watched)
         async with engine_of(model, draft_model=str(drafter), **flags) as engine:
             engine._driver.policy = policy
             pipeline: Any = engine._driver.pipeline

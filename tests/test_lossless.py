@@ -69,7 +69,7 @@ async def speculating(
         flags["draft_model"] = str(drafter)
     else:
         ready = drafter
-        monkeypatch.setattr(build, "_make_drafter", lambda *_: ready)
+        monkeypatch.setattr(build, "make_drafter", lambda *_: ready)
     async with engine_of(model, **flags) as engine:
         engine._driver.policy = policy
         yield engine

@@ -63,7 +63,7 @@ async def engine_of(
         if isinstance(drafter, Path):
             values |= {"draft_model": str(drafter), "num_speculative_tokens": 7}
         elif drafter is not None:
-            patch.setattr(build, "_make_drafter", lambda *_: drafter)
+            patch.setattr(build, "make_drafter", lambda *_: drafter)
         engine = await build.build_engine(Config.from_mapping(values))
         try:
             if policy is not None:

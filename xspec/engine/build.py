@@ -20,8 +20,6 @@ from xspec import __version__
 from xspec.config import Config
 from xspec.draft.base import Drafter
 from xspec.draft.choose import DraftChoice, choose_drafter
-from xspec.draft.make import load_drafter
-from xspec.draft.none import NoDrafter
 from xspec.engine.engine import Admission, AsyncEngine
 from xspec.engine.threads import Threads
 from xspec.exec.assemble import (
@@ -29,13 +27,13 @@ from xspec.exec.assemble import (
     Speculation,
     assemble,
     check_abilities,
+    make_drafter,
     make_scheduler,
     ring_slots,
 )
 from xspec.exec.driver import Driver
 from xspec.exec.pipeline import Pipeline
 from xspec.metrics import Metrics
-from xspec.models.base import Target
 from xspec.models.locate import is_gguf, locate_model
 from xspec.platform.base import Platform
 from xspec.platform.select import select_platform
@@ -54,32 +52,15 @@ async def build_engine(config: Config, *, progress: Progress = silent) -> AsyncE
     choice = choose_drafter(config.speculation, embedded=not config.model.model)
     text = await asyncio.to_thread(load_text, path)
     threads = Threads()
-    make_drafter = partial(_make_drafter, config, platform, path, choice)
+    drafter_of = partial(make_drafter, config, platform, path, choice)
     try:
         parts = await threads.call(
-            lambda: assemble(config, platform, path, make_drafter, partial(_speculation, choice), progress)
+            lambda: assemble(config, platform, path, drafter_of, partial(_speculation, choice), progress)
         )
     except BaseException:
         await asyncio.to_thread(threads.close)
         raise
     return _start(config, platform, text, parts, threads, path, choice)
-
-
-def _make_drafter(
-    config: Config, platform: Platform, model: Path, choice: DraftChoice | None, target: Target
-) -> Drafter:
-    if choice is None:
-        return NoDrafter()
-    return load_drafter(
-        choice.algorithm,
-        choice.path,
-        model=model,
-        target=target,
-        kernels=platform.kernels(),
-        dtype=check_abilities(config, platform),
-        device=platform.device(),
-        steps=choice.steps,
-    )
 
 
 def _speculation(choice: DraftChoice | None, drafter: Drafter) -> Speculation:

@@ -16,6 +16,9 @@ import torch
 from xspec.config import Config
 from xspec.core.shapes import BucketGrid
 from xspec.draft.base import Drafter, DraftMemory
+from xspec.draft.choose import DraftChoice
+from xspec.draft.make import load_drafter
+from xspec.draft.none import NoDrafter
 from xspec.errors import ConfigError, UnsupportedError
 from xspec.exec.graphs import Parts, RoundGraphs
 from xspec.exec.pick import Picker
@@ -126,6 +129,24 @@ def assemble(
     if not config.execution.disable_graph_warmup:
         graphs.capture_all(progress)
     return Assembly(target, drafter, runner, pool, grid, max_model_len, dtype)
+
+
+def make_drafter(
+    config: Config, platform: Platform, model: Path, choice: DraftChoice | None, target: Target
+) -> Drafter:
+    """The drafter of `choice` for `target`, not attached yet; the null drafter without one."""
+    if choice is None:
+        return NoDrafter()
+    return load_drafter(
+        choice.algorithm,
+        choice.path,
+        model=model,
+        target=target,
+        kernels=platform.kernels(),
+        dtype=check_abilities(config, platform),
+        device=platform.device(),
+        steps=choice.steps,
+    )
 
 
 def make_scheduler(config: Config, parts: Assembly) -> Scheduler:

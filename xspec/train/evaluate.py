@@ -7,8 +7,9 @@ makes the rounds that a confidence calibration is fitted on. Owns no training.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,8 @@ from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.draft.base import Drafter
 from xspec.draft.choose import DraftChoice, choose_drafter
 from xspec.draft.dspark import DSparkDrafter
-from xspec.draft.make import load_drafter
 from xspec.errors import ConfigError, EngineError
-from xspec.exec.assemble import MakeDrafter, Speculation, check_abilities
+from xspec.exec.assemble import MakeDrafter, Speculation, check_abilities, make_drafter
 from xspec.models.base import Target
 from xspec.platform.base import Platform
 from xspec.platform.select import select_platform
@@ -136,8 +136,8 @@ def evaluate_drafter(
     target = read_target(config.model.model)
     platform = select_platform(config.execution.device)
     recorder = Recorder(choice.steps, choice.verify)
-    make_drafter = _maker(config, platform, target.path, choice)
-    engine = open_rollouts(config, platform, target, recorder, make_drafter, progress)
+    drafter_of = partial(make_drafter, config, platform, target.path, choice)
+    engine = open_rollouts(config, platform, target, recorder, drafter_of, progress)
     for chosen, temperature in wanted:
         answers = _rollout(engine, recorder, chosen, temperature, max_tokens, seed, progress)
         yield recorder.figures(chosen.name, temperature, answers)
@@ -162,7 +162,7 @@ def calibrate_dspark(
     platform = select_platform(config.execution.device)
     dtype = check_abilities(config, platform)
 
-    def make_drafter(model: Target) -> Drafter:
+    def raw_drafter(model: Target) -> Drafter:
         return DSparkDrafter.load(
             drafter,
             target=model,
@@ -174,7 +174,7 @@ def calibrate_dspark(
         )
 
     recorder = Recorder(block, block)
-    engine = open_rollouts(config, platform, target, recorder, make_drafter, progress)
+    engine = open_rollouts(config, platform, target, recorder, raw_drafter, progress)
     tables = {}
     for regime, heat in zip(REGIMES, (0.0, temperature), strict=True):
         _rollout(engine, recorder, prompts, heat, max_tokens, seed, progress)
@@ -202,21 +202,6 @@ def open_rollouts(
         speculation=Speculation((recorder.steps,), (recorder.verify,)),
         stop_ids=target.text.eos_ids,
         progress=progress,
-    )
-
-
-def _maker(
-    config: Config, platform: Platform, model: Path, choice: DraftChoice
-) -> Callable[[Target], Drafter]:
-    return lambda target: load_drafter(
-        choice.algorithm,
-        choice.path,
-        model=model,
-        target=target,
-        kernels=platform.kernels(),
-        dtype=check_abilities(config, platform),
-        device=platform.device(),
-        steps=choice.steps,
     )
 
 
