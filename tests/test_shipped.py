@@ -43,6 +43,8 @@ def test_which_drafter_is_meant() -> None:
     assert choose_drafter(SpeculationConfig(), embedded=False) is None
     with pytest.raises(ConfigError, match="--target_verify_width=3: 2 tokens are drafted"):
         choose_drafter(SpeculationConfig(target_verify_width=3), embedded=True)
+    with pytest.raises(ConfigError, match="--draft_model=/nowhere/at/all: there is no such"):
+        choose_drafter(SpeculationConfig(draft_model="/nowhere/at/all"), embedded=True)
     with pytest.raises(ConfigError, match="--num_speculative_tokens=4 .* needs --draft_model=DIR"):
         choose_drafter(SpeculationConfig(num_speculative_tokens=4), embedded=False)
 

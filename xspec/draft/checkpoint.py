@@ -26,6 +26,12 @@ ID_MAPS = frozenset({D2T, T2D})
 
 def open_drafter(path: Path, weights: Sequence[str] = (WEIGHTS,)) -> SafetensorsCheckpoint:
     """The directory of --draft_model. `weights`: file names the format uses, each perhaps with an index."""
+    check_directory(path)
+    return SafetensorsCheckpoint(path, weights, ID_MAPS)
+
+
+def check_directory(path: Path) -> None:
+    """CheckpointError unless `path`, given by --draft_model, is a directory with a config.json."""
     if not path.exists():
         raise CheckpointError(
             f"--draft_model={path}: there is no such file or directory (nothing is downloaded)"
@@ -38,7 +44,6 @@ def open_drafter(path: Path, weights: Sequence[str] = (WEIGHTS,)) -> Safetensors
         names = sorted(entry.name for entry in path.iterdir())
         holds = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "nothing"
         raise CheckpointError(f"--draft_model={path} has no config.json; the directory holds {holds}")
-    return SafetensorsCheckpoint(path, weights, ID_MAPS)
 
 
 def layer_config(raw: Mapping[str, Any], family: str, where: str) -> DecoderConfig:

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from xspec.config import SpeculationConfig
+from xspec.draft.checkpoint import check_directory
 from xspec.errors import ConfigError
 from xspec.models.safetensors_loader import read_json
 
@@ -64,7 +65,11 @@ def shipped_drafter(algorithm: str) -> Path:
 
 
 def _given(config: SpeculationConfig) -> Path | None:
-    return Path(config.draft_model).expanduser() if config.draft_model else None
+    if not config.draft_model:
+        return None
+    path = Path(config.draft_model).expanduser()
+    check_directory(path)
+    return path
 
 
 def _algorithm_of(path: Path) -> str:
