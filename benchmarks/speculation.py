@@ -1,211 +1,248 @@
-"""Fixed speculation widths against plain decoding, alternating, one process an engine.
+"""Speculation as flags set it up, against plain decoding and each other: alternating, one process an engine.
 
     python benchmarks/speculation.py --prompts gsm8k.jsonl --concurrency 1,4,8,32 \
-        --config none --config mtp:0 --config mtp:3 --config dspark:5:2
+        --config none --config mtp:3 --config dspark:5:2 --config mtp:adaptive:4 --config mtp:adaptive:4:0.02
 
-A config is `none` (no drafter loaded), `mtp:K` or `dspark:B:W` (B drafted, W verified; both 0: plain rounds
-with the drafter loaded). Every round runs every config on the same prompts, in an order that rotates.
-Prints per concurrency and config: median tokens/s, ratio to the first config with its bootstrap interval
-over rounds, tokens a round commits, acceptance per position given the one before.
-Texts are compared with the first config's: in bf16 near ties may differ, the share is shown.
+A config is `none` (no drafter loaded); fixed: `mtp:K` or `dspark:B:W` (B drafted, W verified; 0: plain rounds
+with the drafter loaded); or it adapts: `mtp:adaptive:K[:gain]` (draft steps up to K, switch_min_gain), and
+`mtp:verify:K` or `dspark:verify:B` (target verify). Every round runs every config on the same prompts, in an
+order that rotates. Costs are measured at the first start and kept in --tables for later ones.
+Prints per load: throughput, ratio to the first config with its bootstrap interval over rounds, what became of
+drafts, the share of texts equal to the first config's (bf16 near ties may differ), and how each config that
+adapts compares with the best of those that do not, chosen on the same rounds and on the other half of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import json
 import random
-import subprocess
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xspec.config import Config
-from xspec.core.drafts import DraftTotals
-from xspec.core.request import SamplingParams
-from xspec.text.prompts import Prompt
-from xspec.threads import settle_threads
-from xspec_cli.benchlib.prompts import load_prompts
-from xspec_cli.benchlib.stats import bootstrap_interval, median
+from xspec.errors import XspecError
+from xspec_cli.bench import MAX_CONCURRENCY
+from xspec_cli.benchlib.facts import machine_facts
+from xspec_cli.benchlib.hindsight import Contest, verdicts
+from xspec_cli.benchlib.load import AskOptions, Level
+from xspec_cli.benchlib.mix import load_mix, parse_mix
+from xspec_cli.benchlib.phases import parse_phases
+from xspec_cli.benchlib.plan import PlanOptions, Run, Turn, compare, run_turns, warm_level
+from xspec_cli.benchlib.prompts import Prompt, load_prompts
+from xspec_cli.benchlib.report import check_output, document, failures, write_document
+from xspec_cli.benchlib.tables import (
+    acceptance_lines,
+    class_tables,
+    phase_tables,
+    policy_tables,
+    verdict_lines,
+)
+from xspec_cli.benchlib.worker import Worker
+from xspec_cli.progress import set_up_output
+
+ALGORITHMS = {"mtp": "MTP", "dspark": "DSpark"}
+CONTROLS = {"adaptive": "draft_step", "verify": "target_verify"}
+ALLOWED = "none, mtp:K, dspark:B:W, mtp:adaptive:K[:gain], mtp:verify:K, dspark:verify:B"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One line of the table."""
+    """One line of the table. `control` None: a fixed width; then `verify` None verifies all."""
 
     name: str
-    algorithm: str | None  # None: no drafter loaded
+    algorithm: str | None = None  # None: no drafter loaded
     steps: int = 0
     verify: int | None = None
-
-
-@dataclass(slots=True)
-class Turn:
-    tokens: int
-    seconds: float
-    texts: list[tuple[int, ...]]
-    totals: DraftTotals | None
+    control: str | None = None
+    min_gain: float | None = None
 
     @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+    def plain(self) -> bool:
+        """Whether it never drafts."""
+        return self.control is None and (self.steps == 0 or self.verify == 0)
 
 
 def parse_setup(text: str) -> Setup:
-    kind, *numbers = text.lower().split(":")
-    values = [int(number) for number in numbers]
-    if kind == "none" and not values:
-        return Setup(text, None)
-    if kind == "mtp" and len(values) == 1:
-        return Setup(text, "MTP", values[0])
-    if kind == "dspark" and len(values) == 2:
-        return Setup(text, "DSpark", values[0], values[1])
-    raise SystemExit(f"--config {text}: allowed: none, mtp:K, dspark:B:W")
+    kind, *rest = text.lower().split(":")
+    try:
+        if kind == "none" and not rest:
+            return Setup(text)
+        algorithm = ALGORITHMS.get(kind)
+        control = CONTROLS.get(rest[0]) if rest else None
+        if algorithm is not None and control is None:
+            widths = [int(number) for number in rest]
+            if len(widths) == 1 + (kind == "dspark") and min(widths) >= 0 and widths[-1] <= widths[0]:
+                return Setup(text, algorithm, widths[0], widths[1] if len(widths) == 2 else None)
+        elif algorithm is not None and (kind == "mtp" or control == "target_verify"):
+            steps, *gain = rest[1:]
+            if int(steps) >= 1 and len(gain) <= (control == "draft_step"):
+                return Setup(text, algorithm, int(steps), None, control, *map(float, gain))
+    except ValueError:
+        pass
+    raise SystemExit(f"--config {text}: allowed: {ALLOWED}")
 
 
-def flags_of(setups: Sequence[Setup], algorithm: str | None, args: argparse.Namespace) -> dict[str, Any]:
-    """Flags of the engine that runs all setups of `algorithm`."""
+class Files:
+    """Cost tables that outlive a run (in `folder`, where one is given), and config files that do not."""
+
+    def __init__(self, folder: str, scratch: str, tag: str) -> None:
+        self._folder = Path(folder) if folder else None
+        self._scratch = Path(scratch)
+        self._tag = tag
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def flags(self, setup: Setup) -> dict[str, str]:
+        """The flags that read a table, or write the one that is missing, and that name the policy's settings.
+
+        A table does not depend on the policy, so setups that differ in it alone share one.
+        """
+        flags: dict[str, str] = {}
+        if self._folder is not None:
+            table = self._folder / f"{setup.algorithm}-{setup.control}-{setup.steps}-{self._tag}.json"
+            action = "cost_table" if table.exists() else "cost_table_output"
+            flags[f"adaptive_{setup.control}_{action}"] = str(table)
+        if setup.min_gain is not None:
+            path = self._scratch / f"gain-{setup.min_gain:g}.json"
+            path.write_text(json.dumps({"version": 1, "policy": {"switch_min_gain": setup.min_gain}}))
+            flags["adaptive_draft_step_config"] = str(path)
+        return flags
+
+
+def flags_of(setup: Setup, args: argparse.Namespace, clients: int, files: Files) -> dict[str, Any]:
+    """Flags of the engine of one setup; `clients`: most requests at once."""
     flags: dict[str, Any] = {
-        "max_seqs_per_batch": max(args.concurrency),
+        "max_seqs_per_batch": clients,
         "enable_prefix_cache": False,
         "max_model_len": args.max_model_len,
+        "max_cache_size": args.max_cache_mb * 2**20,
         "random_seed": 1,
         "dtype": args.dtype,
         "num_speculative_tokens": 0,
     }
-    if algorithm is not None:
-        steps = max(setup.steps for setup in setups if setup.algorithm == algorithm)
-        flags |= {"speculative_algorithm": algorithm, "num_speculative_tokens": steps}
-        flags["draft_model"] = {"MTP": args.mtp, "DSpark": args.dspark}[algorithm]
+    if setup.algorithm is None:
+        return flags
+    drafter = args.mtp if setup.algorithm == "MTP" else args.dspark
+    flags |= {"speculative_algorithm": setup.algorithm, "draft_model": drafter}
+    flags["num_speculative_tokens"] = setup.steps or -1  # plain rounds still load the drafter
+    if setup.control is not None:
+        return flags | {f"enable_adaptive_{setup.control}": True} | files.flags(setup)
+    if setup.plain or setup.verify is not None:
+        flags["target_verify_width"] = 0 if setup.plain else setup.verify
     return flags
 
 
-class Worker:
-    """An engine in a process of its own: two engines' compute threads in one would slow each other down.
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A setup at work."""
 
-    It sleeps while another one has its turn. Jobs and results are lines of JSON.
-    """
-
-    def __init__(self, flags: dict[str, Any]) -> None:
-        command = [sys.executable, __file__, "--worker", json.dumps(flags)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.ask({})  # returns once the engine is ready
-
-    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit("a worker ended early; its message stands above")
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def turn(self, setup: Setup, first: int, count: int, concurrency: int, args: argparse.Namespace) -> Turn:
-        job = {"steps": setup.steps, "verify": setup.verify, "first": first, "count": count}
-        job |= {"concurrency": concurrency, "prompts": args.prompts, "chat": args.chat, "seed": args.seed}
-        job |= {"max_tokens": args.max_tokens, "temperature": args.temperature}
-        found = self.ask(job)
-        totals = found.pop("totals")
-        if totals is not None:
-            drafts, drafted, accepted, per_position = totals
-            totals = DraftTotals(drafts, drafted, accepted, tuple(per_position))
-        return Turn(found["tokens"], found["seconds"], [tuple(text) for text in found["texts"]], totals)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    name: str
+    worker: Worker
 
 
-async def work(flags: dict[str, Any]) -> None:
-    """The worker's side. The policy is exchanged between turns, while nothing runs."""
-    from xspec.engine.build import build_engine
-
-    engine = await build_engine(Config.from_mapping(flags))
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        job = json.loads(line)
-        print(json.dumps(await run(engine, job) if job else {}), flush=True)
-    await engine.close()
-
-
-async def run(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
-    from xspec.policy.fixed import FixedPolicy
-
-    prompts = shuffled(job["prompts"], job["chat"], job["seed"])[job["first"] : job["first"] + job["count"]]
-    engine._driver.policy = FixedPolicy(job["steps"], job["verify"])
-    before = engine.metrics.draft_totals()
-    texts: list[tuple[int, ...]] = [()] * len(prompts)
-    todo = iter(enumerate(prompts))
-
-    async def client() -> None:
-        for index, prompt in todo:
-            params = SamplingParams(max_tokens=job["max_tokens"], temperature=job["temperature"], seed=index)
-            async for output in engine.generate(prompt.ids(engine.text, chat=job["chat"]), params):
-                texts[index] += output.token_ids
-
-    start = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(job["concurrency"])))
-    seconds = time.perf_counter() - start
-    after, totals = engine.metrics.draft_totals(), None
-    if after is not None and before is not None:
-        new = after.since(before)
-        totals = [new.drafts, new.draft_tokens, new.accepted_tokens, new.accepted_per_position]
-    return {"tokens": sum(map(len, texts)), "seconds": seconds, "texts": texts, "totals": totals}
+async def turn(
+    contender: Contender,
+    prompts: Sequence[Prompt],
+    level: Level,
+    seed: int,
+    report: Callable[[int, int], None],
+) -> Turn:
+    return await contender.worker.turn(prompts, level, seed, report)
 
 
-def shuffled(path: str, chat: bool, seed: int) -> list[Prompt]:
-    prompts = load_prompts(path, chat=chat)
-    random.Random(seed).shuffle(prompts)
+def plan_of(args: argparse.Namespace) -> PlanOptions:
+    levels = [Level(concurrency=places) for places in args.concurrency]
+    if args.phases:
+        levels = [Level(phases=parse_phases(args.phases.split(","), max_concurrency=MAX_CONCURRENCY))]
+    return PlanOptions(
+        levels=tuple(levels),
+        num_prompts=args.num_prompts,
+        rounds=args.rounds,
+        warmup=None,
+        seed=args.seed,
+        settle_s=args.pause_s,
+        rotate=True,
+        hindsight=args.rounds > 1,
+        least_per_client=2,
+    )
+
+
+def prompts_of(args: argparse.Namespace) -> list[Prompt]:
+    """A mix keeps its order, which is what its shares come from; other prompts are shuffled."""
+    if args.mix:
+        return load_mix(parse_mix(args.mix.split(",")), chat=args.chat)
+    prompts = load_prompts(args.prompts, chat=args.chat)
+    random.Random(args.seed).shuffle(prompts)
     return prompts
 
 
-def line(setup: Setup, turns: Sequence[Turn], base: Sequence[Turn]) -> str:
-    ratios = [a.rate / b.rate for a, b in zip(turns, base, strict=True)]
-    low, high = bootstrap_interval(ratios, seed=0) if len(ratios) > 1 else (ratios[0], ratios[0])
-    same = sum(a == b for a, b in zip(turns[0].texts, base[0].texts, strict=True)) / len(base[0].texts)
-    text = f"  {setup.name:12s} {median([t.rate for t in turns]):7.1f} tok/s  x{median(ratios):.3f}"
-    text += f" ({low:.3f} - {high:.3f})  same text {same:.0%}"
-    totals = turns[0].totals
-    if totals is not None and totals.drafts:
-        text += f"  {totals.mean_acceptance_length:.2f} tokens a round  acceptance "
-        text += " ".join(f"{rate:.2f}" for rate in totals.conditional_rates if rate)
-    return text
+def contest_of(setups: Sequence[Setup]) -> Contest:
+    plain = next((setup.name for setup in setups if setup.plain), None)
+    fixed = tuple(setup.name for setup in setups if setup.control is None)
+    return Contest(tuple(setup.name for setup in setups), fixed, plain)
 
 
-def main(args: argparse.Namespace) -> None:
+def measure(setups: Sequence[Setup], plan: PlanOptions, args: argparse.Namespace) -> list[Run]:
+    clients = max(warm_level(level).concurrency or 1 for level in plan.levels)
+    ask = AskOptions(args.max_tokens, args.temperature, args.ignore_eos, args.chat)
+    prompts = prompts_of(args)
+    progress = set_up_output(args.log_level, sys.stderr)
+    contenders: list[Contender] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        files = Files(args.tables, scratch, f"{clients}-{args.dtype}")
+        try:
+            for number, setup in enumerate(setups):  # one after the other: costs are measured in quiet
+                progress("engines", number, len(setups))
+                worker = Worker(flags_of(setup, args, clients, files), ask, log_level=args.log_level)
+                contenders.append(Contender(setup.name, worker))
+            progress("engines", len(setups), len(setups))
+            return asyncio.run(run_turns(contenders, prompts, plan, progress, turn))
+        finally:
+            for contender in contenders:
+                contender.worker.close()
+
+
+def main(args: argparse.Namespace) -> int:
     setups = [parse_setup(text) for text in args.config]
-    known = len(shuffled(args.prompts, args.chat, args.seed))
-    algorithms = dict.fromkeys(setup.algorithm for setup in setups)
-    workers = {algorithm: Worker(flags_of(setups, algorithm, args)) for algorithm in algorithms}
-    results: dict[str, Any] = {}
-    for concurrency in args.concurrency:
-        count = max(args.num_prompts, 2 * concurrency if concurrency > 1 else 0)
-        turns: dict[str, list[Turn]] = defaultdict(list)
-        for number in range(-1, args.rounds):  # round -1 warms up and is not counted
-            first = max(0, number) * count % max(1, known - count)
-            for place in range(len(setups)):
-                setup = setups[(place + number) % len(setups)]
-                size = count if number >= 0 else min(count, concurrency)
-                done = workers[setup.algorithm].turn(setup, first, size, concurrency, args)
-                if number >= 0:
-                    turns[setup.name].append(done)
-                time.sleep(args.pause_s)
-        print(f"concurrency {concurrency}, {count} prompts a round, {args.rounds} rounds", flush=True)
-        for setup in setups:
-            print(line(setup, turns[setup.name], turns[setups[0].name]), flush=True)
-        results[str(concurrency)] = {
-            name: [{"tokens": t.tokens, "seconds": t.seconds} for t in done] for name, done in turns.items()
-        }
-    for worker in workers.values():
-        worker.close()
+    names = [setup.name for setup in setups]
+    if len(set(names)) < len(names):
+        raise SystemExit(f"--config {' '.join(names)}: allowed: different ones")
+    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    try:
+        check_output(args.output)
+        plan = plan_of(args)
+        runs = measure(setups, plan, args)
+    except XspecError as error:
+        raise SystemExit(str(error)) from error
+    found = verdicts(runs, plan.levels, contest_of(setups), hindsight=plan.hindsight, seed=plan.seed)
+    tables = (
+        policy_tables(runs, plan, names),
+        acceptance_lines(runs, plan, names),
+        phase_tables(runs, plan, names),
+        class_tables(runs, plan, names) if args.mix else "",
+        verdict_lines(found),
+    )
+    print("\n\n".join(filter(None, tables)))
     if args.output:
-        Path(args.output).write_text(json.dumps(results, indent=1) + "\n")
+        body = document(
+            runs,
+            compare(runs, plan, names),
+            verdicts=found,
+            settings={**vars(args), "levels": [str(level) for level in plan.levels]},
+            targets=[{"name": name} for name in names],
+            machine=machine_facts(),
+            started_at=started_at,
+        )
+        write_document(args.output, body)
+    failed = failures(runs)
+    print("".join(f"failed: {line}\n" for line in failed), end="", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -213,26 +250,28 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", default="", help="as in xspec bench")
+    parser.add_argument("--mix", default="", help="as in xspec bench, instead of --prompts")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--config", action="append", required=True, help="the first is the base")
     parser.add_argument("--mtp", default="", help="MTP drafter; empty: the shipped one")
     parser.add_argument("--dspark", default="", help="DSpark drafter; empty: the shipped one")
+    parser.add_argument("--tables", default="", help="folder of cost tables; empty: measured anew every time")
     parser.add_argument("--concurrency", type=lambda s: [int(part) for part in s.split(",")], default=[1])
+    parser.add_argument("--phases", default="", help="as in xspec bench, instead of --concurrency")
     parser.add_argument("--num_prompts", type=int, default=8, help="a round and config, at least 2 a client")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--max_tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--ignore_eos", action="store_true")
     parser.add_argument("--max_model_len", type=int, default=2048)
+    parser.add_argument("--max_cache_mb", type=int, default=400, help="KV cache of each engine, MiB")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--pause_s", type=float, default=0.5, help="between turns")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="", help="JSON with every turn's tokens and seconds")
+    parser.add_argument("--log_level", default="warning")
+    parser.add_argument("--output", default="", help="JSON with every sample; must not exist")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        settle_threads(0)
-        asyncio.run(work(json.loads(sys.argv[2])))
-    else:
-        main(arguments(sys.argv[1:]))
+    sys.exit(main(arguments(sys.argv[1:])))

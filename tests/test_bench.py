@@ -24,7 +24,16 @@ from xspec.progress import silent
 from xspec_cli import bench
 from xspec_cli.benchlib.facts import machine_facts
 from xspec_cli.benchlib.http import HttpTarget, StreamReader, request_body, sse_data
-from xspec_cli.benchlib.load import Answer, AskOptions, Clock, Level, TargetError, poisson_arrivals, run_load
+from xspec_cli.benchlib.load import (
+    Answer,
+    AskOptions,
+    Clock,
+    Level,
+    Phase,
+    TargetError,
+    poisson_arrivals,
+    run_load,
+)
 from xspec_cli.benchlib.local import EngineTarget
 from xspec_cli.benchlib.plan import PlanOptions, Run, compare, run_plan
 from xspec_cli.benchlib.prompts import Prompt, load_prompts, take
@@ -239,7 +248,13 @@ class FakeTarget:
     most: int = 0
     asked: list[tuple[str | None, int]] = field(default_factory=list)
 
+    async def begin_turn(self) -> None:
+        return None
+
     async def draft_totals(self) -> DraftTotals | None:
+        return None
+
+    def round_figures(self, begin_s: float, end_s: float) -> None:
         return None
 
     async def ask(self, prompt: Prompt, seed: int, clock: Clock) -> Answer:
@@ -295,7 +310,9 @@ async def test_a_bug_in_a_target_is_not_a_failed_request() -> None:
         assert caught.group_contains(ZeroDivisionError)
 
 
-@pytest.mark.parametrize("given", [{}, {"concurrency": 1, "rate_rps": 1.0}])
+@pytest.mark.parametrize(
+    "given", [{}, {"concurrency": 1, "rate_rps": 1.0}, {"concurrency": 1, "phases": (Phase(1, 1.0),)}]
+)
 def test_a_level_is_one_kind_of_load(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Level(**given)
@@ -441,6 +458,8 @@ def test_only_chunks_with_text_are_timed() -> None:
     answer = read(
         role, delta("a"), delta("bcd"), delta(None, reasoning_content="hm"), delta("", "stop"), USAGE
     )
+    answer, digest = replace(answer, digest=""), answer.digest
+    assert digest == read(delta("abcdhm"), USAGE).digest != read(delta("abcd"), USAGE).digest
     assert answer == Answer((0.0, 1.0, 2.0), prompt_tokens=5, completion_tokens=7, finish_reason="stop")
 
 

@@ -71,7 +71,7 @@ def llm(engine: FakeEngine) -> Iterator[LLM]:
 def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Usage: xspec") and "serve     serve a model over HTTP" in out
+    assert out.startswith("Usage: xspec") and "serve      serve a model over HTTP" in out
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

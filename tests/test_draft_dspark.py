@@ -405,21 +405,34 @@ def test_calibration_of_each_regime(tmp_path: Path) -> None:
     same(found["sampled"], torch.sigmoid(raw / 3.0), 1e-5)
 
 
+def test_every_row_has_the_confidence_of_its_own_regime() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 3, 64)
+    weight, bias = torch.randn(64) * 0.1, torch.tensor([0.5])
+    temperatures, offsets = torch.tensor([[1.0, 2.0], [4.0, 0.5]]), torch.tensor([[0.0, 0.5], [-1.0, 0.25]])
+    head = ConfidenceHead(weight, bias, temperatures, offsets, with_markov=False)
+    mixed = head(Block(hidden, (), (), (), torch.tensor([True, False, True])))
+    raw = (hidden @ weight + 0.5).T  # [R, B]
+    same(mixed[1], torch.sigmoid(raw[1] / torch.tensor([1.0, 2.0]) + torch.tensor([0.0, 0.5])), 1e-6)
+    same(mixed[2], torch.sigmoid(raw[2] / torch.tensor([4.0, 0.5]) + torch.tensor([-1.0, 0.25])), 1e-6)
+    assert torch.equal(head(Block(hidden, (), (), ()))[1], mixed[1])
+
+
 def test_confidence_is_computed_in_fp32_from_half_precision_states() -> None:
     torch.manual_seed(0)
     hidden, embedded = torch.randn(3, 4, 64).bfloat16(), torch.randn(3, 4, 8).bfloat16()
     weight, bias = torch.randn(72) * 0.1, torch.tensor([0.5])
-    temperatures, offsets = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 1.0, -1.0])
+    temperatures, offsets = torch.tensor([1.0, 2.0, 0.5]).repeat(2, 1), torch.tensor([[0.0, 1.0, -1.0]] * 2)
     block = Block(hidden, tuple(embedded), (), ())
     found = ConfidenceHead(weight, bias, temperatures, offsets, with_markov=True)(block)
     features = torch.cat((hidden, embedded), -1).double()
-    logits = (features @ weight.double() + 0.5) / temperatures.double()[:, None]
+    logits = (features @ weight.double() + 0.5) / temperatures[0].double()[:, None]
     assert found.dtype == torch.float32 and found.shape == (4, 3)
-    same(found.double(), torch.sigmoid(logits + offsets.double()[:, None]).T, 1e-6)
+    same(found.double(), torch.sigmoid(logits + offsets[0].double()[:, None]).T, 1e-6)
     alone = ConfidenceHead(weight[:64], bias, temperatures, offsets, with_markov=False)(block)
     same(alone[:, 0].double(), torch.sigmoid(hidden[0].double() @ weight[:64].double() + 0.5), 1e-6)
     # High ones do not all round to 1, as they would in bf16: ties, and products of ones.
-    high = ConfidenceHead(weight, bias + 8.0, temperatures[:1], offsets[:1], with_markov=True)(block)
+    high = ConfidenceHead(weight, bias + 8.0, temperatures[:, :1], offsets[:, :1], with_markov=True)(block)
     assert (high < 1.0).all() and (high.bfloat16() == 1.0).all()
 
 

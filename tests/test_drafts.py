@@ -205,6 +205,7 @@ async def drafting(
         metrics=Metrics("m", draft_width=draft),
         admission=Admission(max_model_len=128, vocab_size=VOCAB, max_concurrent_requests=0, random_seed=1),
         info={},
+        policies=lambda _: FixedPolicy(),
     )
     try:
         yield engine

@@ -16,7 +16,7 @@ from draft_rounds import Drafted, DraftRounds
 from safetensors.torch import load_file, save_file
 from tiny_dspark import BLOCK, DIALECTS, MASK_TOKEN, Sizes, make_dspark
 
-from xspec.draft.dspark import DSparkDrafter
+from xspec.draft.dspark import PER_ROW, DSparkDrafter
 from xspec.draft.dspark_config import DSparkConfig, open_dspark
 from xspec.errors import CheckpointError, ConfigError, UnsupportedError
 from xspec.kernels.cpu import CpuKernels
@@ -41,7 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_target(path, CpuKernels(), dtype=F64, device=CPU)
 
 
-def load(target: Decoder, path: Path, *, steps: int = BLOCK, regime: str | None = "greedy") -> DSparkDrafter:
+def load(target: Decoder, path: Path, *, steps: int = BLOCK, regime: str | None = PER_ROW) -> DSparkDrafter:
     kernels = CpuKernels()
     return DSparkDrafter.load(
         path, target=target, kernels=kernels, dtype=F64, device=CPU, steps=steps, regime=regime
@@ -158,7 +158,8 @@ def test_a_regime_without_a_table_is_refused(target: Decoder, tmp_path: Path) ->
     table = {"sampled": {"temperatures": [1.0] * BLOCK, "biases": [0.0] * BLOCK}}
     path = make_dspark(tmp_path, changes={"confidence_calibration": table})
     with pytest.raises(CheckpointError, match="no table for 'greedy'; it has sampled"):
-        load(target, path)
+        load(target, path, regime="greedy")
+    load(target, path)  # every row by its own table, or by the one there is
     load(target, path, regime="sampled")
     load(target, path, regime=None)
 

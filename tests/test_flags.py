@@ -322,16 +322,6 @@ def test_help_shows_types_defaults_and_only_what_works() -> None:
             "--speculative_algorithm=DFlash2: allowed: auto, MTP, DSpark",
         ),
         ("--num_speculative_tokens=17", "--num_speculative_tokens=17: allowed: integers from -1 to 16"),
-        (
-            "--enable_adaptive_draft_step",
-            "--enable_adaptive_draft_step=true: allowed: false "
-            "(adaptive speculation is not in this version yet)",
-        ),
-        (
-            "--adaptive_target_verify_cost_table=t.json",
-            '--adaptive_target_verify_cost_table=t.json: allowed: "" '
-            "(adaptive speculation is not in this version yet)",
-        ),
         ("--npu_kernel_backend=FOO", "--npu_kernel_backend=FOO: allowed: AUTO, ATB, TORCH"),
         (
             "--enable_adaptive_spec_prune=false",
@@ -384,15 +374,13 @@ def test_a_copied_launch_line_gets_every_reason_at_once() -> None:
         "--acl_graph_decode_batch_size_limit=16"
     )
     named = [message.split("=")[0] for message in mistakes(*line.split())]
-    assert named == [
-        "--nnodes", "--enable_adaptive_draft_step", "--python_graph_backend",
-    ]  # fmt: skip
+    assert named == ["--nnodes", "--python_graph_backend"]
     kept = [word for word in line.split() if word.split("=")[0] not in named]
     result = launch(*kept)
     assert result.config == Config.from_mapping(
         {
             "model": "/models/target", "port": 8000, "max_seqs_per_batch": 16, "draft_model": "/models/mtp",
-            "speculative_algorithm": "MTP", "num_speculative_tokens": 5,
+            "speculative_algorithm": "MTP", "num_speculative_tokens": 5, "enable_adaptive_draft_step": True,
         }
     )  # fmt: skip
     assert result.notes == (

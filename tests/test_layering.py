@@ -24,7 +24,8 @@ PACKAGES = ("xspec", "xspec_cli")
 # are written against it, and the layers of nn against kernels.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("xspec", "xspec.errors", "xspec.threads", "xspec.progress", "xspec.config", "xspec.core"),
-    ("xspec.text", "xspec.cost", "xspec.policy", "xspec.sched", "xspec.metrics", "xspec.sim"),
+    ("xspec.text", "xspec.cost", "xspec.policy", "xspec.sched")
+    + ("xspec.metrics_families", "xspec.metrics_speculation", "xspec.metrics", "xspec.trace", "xspec.sim"),
     ("xspec.nn.inputs", "xspec.kernels", "xspec.platform", "xspec.dist", "xspec.kv", "xspec.nn"),
     ("xspec.models", "xspec.verify", "xspec.draft"),
     ("xspec.exec", "xspec.calib", "xspec.train"),

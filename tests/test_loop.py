@@ -67,6 +67,7 @@ async def running(
         metrics=Metrics("fake"),
         admission=Admission(max_model_len=64, vocab_size=VOCAB, max_concurrent_requests=cap, random_seed=1),
         info={},
+        policies=lambda _: FixedPolicy(),
     )
     try:
         yield engine, device

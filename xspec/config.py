@@ -231,6 +231,14 @@ class SpeculationConfig:
     enable_probabilistic_draft: bool = _setting(Kind.BOOL, False)  # draw drafts with the target's own noise
     target_verify_width: int = _setting(Kind.INT32, -1, low=-1, high=MAX_DRAFT_STEPS)
     """Drafts verified of each request and round; -1: all. Checked against K here where K is a number."""
+    enable_adaptive_draft_step: bool = _setting(Kind.BOOL, False)  # K is then the greatest depth
+    enable_adaptive_target_verify: bool = _setting(Kind.BOOL, False)
+    adaptive_draft_step_config: str = _setting(Kind.STRING, "")
+    adaptive_draft_step_cost_table: str = _setting(Kind.STRING, "")
+    adaptive_draft_step_cost_table_output: str = _setting(Kind.STRING, "")
+    adaptive_target_verify_calibration: str = _setting(Kind.STRING, "")
+    adaptive_target_verify_cost_table: str = _setting(Kind.STRING, "")
+    adaptive_target_verify_cost_table_output: str = _setting(Kind.STRING, "")
 
     def __post_init__(self) -> None:
         _check_section(self)
@@ -257,6 +265,7 @@ class ExecutionConfig:
     disable_graph_warmup: bool = _setting(Kind.BOOL, False)
     enable_graph_mode_decode_no_padding: bool = _setting(Kind.BOOL, False)
     random_seed: int = _setting(Kind.INT32, -1, low=-1)  # -1: drawn at start
+    round_trace: str = _setting(Kind.STRING, "")  # file to be made; empty: no trace
 
     def __post_init__(self) -> None:
         _check_section(self)

@@ -2,6 +2,7 @@
 
 XspecError
 ├── ConfigError            start-up: a flag, file or combination that cannot be honoured
+│   ├── CalibrationError   costs that cannot be measured, fitted, saved or loaded as asked
 │   ├── CheckpointError    a model directory or GGUF file that is not what its config says
 │   └── UnsupportedError   a combination of parts; carries every reason at once
 ├── RequestError           admission: one request is wrong, the engine is fine
@@ -22,6 +23,16 @@ class XspecError(Exception):
 
 class ConfigError(XspecError):
     """A start-up setting cannot be honoured. The message names flag, value found and values allowed."""
+
+
+class CalibrationError(ConfigError):
+    """Costs cannot be measured, fitted, saved or loaded as asked. `reasons` lists all of them where several
+    can be told at once; the message holds them too."""
+
+    def __init__(self, what: str, reasons: Sequence[str] = ()) -> None:
+        self.reasons = tuple(reasons)
+        lines = "".join(f"\n  - {reason}" for reason in self.reasons)
+        super().__init__(f"{what}:{lines}" if lines else what)
 
 
 class CheckpointError(ConfigError):

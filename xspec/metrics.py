@@ -6,19 +6,19 @@ Families are built only when somebody scrapes. Knows nothing about HTTP, devices
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from xspec.core.drafts import DraftCounts, DraftTally, DraftTotals
+from xspec.core.drafts import DraftCounts, DraftTotals
 from xspec.core.request import FinishReason
 from xspec.core.round import RoundFeedback
+from xspec.metrics_families import Counter, Family, Gauge, Histogram
+from xspec.metrics_speculation import AdaptiveSeries, DraftSeries
 
-PREFIX = "xspec:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_S = (
@@ -44,157 +44,52 @@ def _tokens_upto(max_tokens: int) -> tuple[int, ...]:
     return (*(edge for edge in edges if edge < max_tokens), max_tokens)
 
 
-class _Family(Protocol):
-    def render(self, model_name: str) -> Metric: ...
-
-
-def _family(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
-    name: str,
-    about: str,
-    model_name: str,
-    samples: Iterable[tuple[str, float]],
-    label: str | None = None,
-) -> Metric:
-    """A family of (value of the label, amount) samples; without a label there is one sample at most."""
-    family = kind(PREFIX + name, about, labels=["model_name", *([] if label is None else [label])])
-    for value, amount in samples:
-        family.add_metric([model_name] if label is None else [model_name, value], amount)
-    return family
-
-
-class _Counter:
-    """A monotone count, or several under one label."""
-
-    __slots__ = ("about", "label", "name", "values")
-
-    def __init__(self, name: str, about: str, label: str | None = None, known: Iterable[str] = ("",)) -> None:
-        self.name, self.about, self.label = name, about, label
-        self.values: dict[str, int] = dict.fromkeys(known, 0)
-
-    def add(self, amount: int = 1, value: str = "") -> None:
-        self.values[value] = self.values.get(value, 0) + amount
-
-    def render(self, model_name: str) -> Metric:
-        samples = self.values.items()
-        return _family(CounterMetricFamily, self.name, self.about, model_name, samples, self.label)
-
-
-class _Gauge:
-    __slots__ = ("about", "name", "value")
-
-    def __init__(self, name: str, about: str) -> None:
-        self.name, self.about = name, about
-        self.value: float = 0.0
-
-    def render(self, model_name: str) -> Metric:
-        return _family(GaugeMetricFamily, self.name, self.about, model_name, [("", self.value)])
-
-
-class _Histogram:
-    """Counts per bucket, kept apart and only summed up when scraped."""
-
-    __slots__ = ("about", "counts", "edges", "name", "total")
-
-    def __init__(self, name: str, about: str, edges: Sequence[float]) -> None:
-        self.name, self.about, self.edges = name, about, edges
-        self.counts = [0] * (len(edges) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.edges, value)] += times
-        self.total += value * times
-
-    def render(self, model_name: str) -> Metric:
-        buckets: list[tuple[str, float]] = []
-        seen = 0
-        for edge, count in zip((*map(float, self.edges), float("inf")), self.counts, strict=True):
-            seen += count
-            buckets.append(("+Inf" if edge == float("inf") else repr(edge), float(seen)))
-        family = HistogramMetricFamily(PREFIX + self.name, self.about, labels=["model_name"])
-        family.add_metric([model_name], buckets, self.total)
-        return family
-
-
-class _Drafts:
-    """Speculation in vLLM's counters, and the rates that xLLM shows (since the start of the engine)."""
-
-    def __init__(self, width: int) -> None:
-        self.tally = DraftTally(width)
-
-    def render(self, model_name: str) -> Iterator[Metric]:
-        totals = self.tally.totals()
-        for name, about, count in (
-            ("drafts", "Rows of rounds for which tokens were drafted.", totals.drafts),
-            ("draft_tokens", "Tokens drafted.", totals.draft_tokens),
-            ("verified_tokens", "Drafted tokens that the target verified.", self.tally.verified_tokens),
-            ("accepted_tokens", "Drafted tokens that were accepted.", totals.accepted_tokens),
-            ("committed_tokens", "Answer tokens of rows with drafts.", self.tally.committed_tokens),
-        ):
-            samples = [("", float(count))]
-            yield _family(CounterMetricFamily, f"spec_decode_num_{name}", about, model_name, samples)
-        yield _family(
-            CounterMetricFamily,
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafts of which the token at this position was accepted.",
-            model_name,
-            ((str(i), count) for i, count in enumerate(totals.accepted_per_position)),
-            "position",
-        )
-        length = totals.mean_acceptance_length
-        yield _family(
-            GaugeMetricFamily,
-            "spec_decode_mean_acceptance_length",
-            "Accepted tokens of a draft and the target's own.",
-            model_name,
-            [] if length is None else [("", length)],
-        )
-        yield _family(
-            GaugeMetricFamily,
-            "spec_decode_conditional_acceptance_rate_per_pos",
-            "Share of the drafts accepted up to the position before that were accepted here too.",
-            model_name,
-            ((str(i), rate) for i, rate in enumerate(totals.conditional_rates) if rate is not None),
-            "position",
-        )
-
-
 class Metrics(Collector):
     """What one engine counts. Called on the event loop thread only, so nothing here locks.
 
     `draft_width`: most tokens drafted in a round. 0: no drafter is loaded, and no series speaks of drafts.
+    `adaptive`: whether a policy that adapts plans the rounds, which has series of its own.
     """
 
-    def __init__(self, model_name: str, *, max_model_len: int = 131072, draft_width: int = 0) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_model_len: int = 131072,
+        draft_width: int = 0,
+        adaptive: bool = False,
+    ) -> None:
+        self.observers: list[Callable[[RoundFeedback], None]] = []  # told of every round, for benchmarks
         self._model_name = model_name
         self.draft_width = draft_width
-        self._drafts = _Drafts(draft_width) if draft_width else None
+        self._drafts = DraftSeries(draft_width) if draft_width else None
+        self._adaptive = AdaptiveSeries(draft_width) if adaptive else None
         tokens = _tokens_upto(max_model_len)
         reasons = [str(reason) for reason in FinishReason]
-        self._running = _Gauge("num_requests_running", "Requests in execution.")
-        self._waiting = _Gauge("num_requests_waiting", "Requests waiting to be scheduled.")
-        self._kv_used = _Gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is all of them.")
-        self._preemptions = _Counter("num_preemptions", "Sequences whose pages were taken back.")
-        self._prompt_tokens = _Counter("prompt_tokens", "Prompt tokens of admitted requests.")
-        self._generated_tokens = _Counter("generation_tokens", "Tokens delivered in answers.")
-        self._prefix_queries = _Counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
-        self._prefix_hits = _Counter("prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._success = _Counter("request_success", "Choices ended, by reason.", "finished_reason", reasons)
-        self._rejections = _Counter("admission_rejections", "Requests refused at admission.", "reason", ())
-        self._rounds = _Counter("rounds", "Rounds retired.")
-        self._ttft = _Histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
-        self._inter_token = _Histogram(
+        self._running = Gauge("num_requests_running", "Requests in execution.")
+        self._waiting = Gauge("num_requests_waiting", "Requests waiting to be scheduled.")
+        self._kv_used = Gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is all of them.")
+        self._preemptions = Counter("num_preemptions", "Sequences whose pages were taken back.")
+        self._prompt_tokens = Counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self._generated_tokens = Counter("generation_tokens", "Tokens delivered in answers.")
+        self._prefix_queries = Counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
+        self._prefix_hits = Counter("prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._success = Counter("request_success", "Choices ended, by reason.", "finished_reason", reasons)
+        self._rejections = Counter("admission_rejections", "Requests refused at admission.", "reason", ())
+        self._rounds = Counter("rounds", "Rounds retired.")
+        self._ttft = Histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self._inter_token = Histogram(
             "inter_token_latency_seconds", "Between tokens, amortised over the tokens of an output.", _TOKEN_S
         )
-        self._e2e = _Histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_S)
-        self._queue = _Histogram("request_queue_time_seconds", "Arrival to first round.", _REQUEST_S)
-        self._prefill = _Histogram("request_prefill_time_seconds", "First round to first token.", _REQUEST_S)
-        self._decode = _Histogram("request_decode_time_seconds", "First token to last token.", _REQUEST_S)
-        self._round_tokens = _Histogram("iteration_tokens_total", "Tokens of a round.", _ROUND_TOKENS)
-        self._round_ms = _Histogram("round_time_ms", "Between retirements of rounds in a row.", _ROUND_MS)
-        self._request_prompt = _Histogram("request_prompt_tokens", "Prompt tokens.", tokens)
-        self._request_generated = _Histogram("request_generation_tokens", "Answer tokens.", tokens)
-        self._families: tuple[_Family, ...] = (
+        self._e2e = Histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_S)
+        self._queue = Histogram("request_queue_time_seconds", "Arrival to first round.", _REQUEST_S)
+        self._prefill = Histogram("request_prefill_time_seconds", "First round to first token.", _REQUEST_S)
+        self._decode = Histogram("request_decode_time_seconds", "First token to last token.", _REQUEST_S)
+        self._round_tokens = Histogram("iteration_tokens_total", "Tokens of a round.", _ROUND_TOKENS)
+        self._round_ms = Histogram("round_time_ms", "Between retirements of rounds in a row.", _ROUND_MS)
+        self._request_prompt = Histogram("request_prompt_tokens", "Prompt tokens.", tokens)
+        self._request_generated = Histogram("request_generation_tokens", "Answer tokens.", tokens)
+        self._families: tuple[Family, ...] = (
             self._running, self._waiting, self._kv_used, self._preemptions, self._prompt_tokens,
             self._generated_tokens, self._prefix_queries, self._prefix_hits, self._success, self._rejections,
             self._rounds, self._ttft, self._inter_token, self._e2e, self._queue, self._prefill, self._decode,
@@ -210,6 +105,10 @@ class Metrics(Collector):
         self._round_tokens.observe(feedback.prefill_tokens + feedback.committed_tokens)
         if feedback.round_ms is not None:
             self._round_ms.observe(feedback.round_ms)
+        if self._adaptive is not None:
+            self._adaptive.observe(feedback)
+        for observer in self.observers:
+            observer(feedback)
 
     def delivered(self, tokens: int, drafts: DraftCounts | None = None) -> None:
         """An answer grew by `tokens`: what is left of a round once stop strings have cut it."""
@@ -266,11 +165,17 @@ class Metrics(Collector):
         """What became of drafts since the start; None without a drafter."""
         return None if self._drafts is None else self._drafts.tally.totals()
 
+    def adaptive_summary(self) -> dict[str, Any] | None:
+        """What adaptation did and how its predictions fared, JSON-ready; None where no policy adapts."""
+        return None if self._adaptive is None else self._adaptive.summary()
+
     def collect(self) -> Iterator[Metric]:
         """Every family in a fixed order; prometheus-client calls this for each scrape."""
         yield from (family.render(self._model_name) for family in self._families)
         if self._drafts is not None:
             yield from self._drafts.render(self._model_name)
+        if self._adaptive is not None:
+            yield from self._adaptive.render(self._model_name)
 
     def render(self) -> tuple[bytes, str]:
         """The exposition text and its content type."""

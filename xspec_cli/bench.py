@@ -6,6 +6,7 @@ Turns flags into targets, levels and prompts, runs them and shows the result; th
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import logging
 import sys
@@ -20,8 +21,12 @@ from xspec.errors import ConfigError
 from xspec.progress import Progress
 from xspec_cli.bench_flags import BENCH_FLAGS
 from xspec_cli.benchlib.facts import machine_facts
+from xspec_cli.benchlib.hindsight import Contest, Verdict, verdicts
 from xspec_cli.benchlib.load import AskOptions, Level, Target
+from xspec_cli.benchlib.mix import load_mix, parse_mix
+from xspec_cli.benchlib.phases import parse_phases
 from xspec_cli.benchlib.plan import PlanOptions, Run, compare, run_plan
+from xspec_cli.benchlib.policies import check_policies, contest, policy_targets
 from xspec_cli.benchlib.prompts import Prompt, load_prompts
 from xspec_cli.benchlib.report import (
     check_output,
@@ -31,9 +36,16 @@ from xspec_cli.benchlib.report import (
     table,
     write_document,
 )
+from xspec_cli.benchlib.tables import (
+    acceptance_lines,
+    class_tables,
+    phase_tables,
+    policy_tables,
+    verdict_lines,
+)
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
 from xspec_cli.gflags import parse_value
-from xspec_cli.serve import begin
+from xspec_cli.serve import adaptive_by_default, begin
 
 COMMAND = Command(
     usage="xspec bench [--url=http://host:port] [--concurrency=1,8,32] [flags]",
@@ -55,6 +67,8 @@ class Job:
     plan: PlanOptions
     request_timeout_s: float
     output: str
+    contest: Contest | None = None  # policies that are compared; None: targets as they are
+    mixed: bool = False
 
 
 def merge_urls(argv: Sequence[str]) -> list[str]:
@@ -81,11 +95,16 @@ def job_of(launch: Launch) -> Job:
     if len(urls) > 2 or len(set(urls)) < len(urls):
         raise ConfigError(f"--url={','.join(urls)}: allowed: one server or two different ones")
     check_output(launch.value("output"))
+    policies = launch.value("policies")
+    check_comparison(launch, urls)
     chat = launch.value("chat")
     warmup = launch.value("warmup")
+    prompts = prompts_of(launch)
+    if launch.value("hindsight") and len(prompts) < 2:
+        raise ConfigError("--hindsight: allowed: with at least two prompts, half of them to choose by")
     return Job(
         urls=urls,
-        prompts=tuple(load_prompts(launch.value("prompts"), chat=chat)),
+        prompts=prompts,
         ask=AskOptions(
             max_tokens=launch.value("max_tokens"),
             temperature=float(launch.value("temperature")),
@@ -93,16 +112,44 @@ def job_of(launch: Launch) -> Job:
             chat=chat,
         ),
         plan=PlanOptions(
-            levels=tuple(levels(launch.value("concurrency"), launch.value("request_rate"))),
+            levels=tuple(
+                levels(launch.value("concurrency"), launch.value("request_rate"), launch.value("phases"))
+            ),
             num_prompts=launch.value("num_prompts"),
             rounds=launch.value("rounds"),
             warmup=None if warmup < 0 else warmup,
             seed=launch.value("seed"),
-            settle_s=float(launch.value("settle_s")),
+            settle_s=0.0 if policies else float(launch.value("settle_s")),
+            rotate=bool(policies),
+            hindsight=launch.value("hindsight"),
         ),
         request_timeout_s=float(launch.value("request_timeout_s")),
         output=launch.value("output"),
+        contest=contest(policies) if policies else None,
+        mixed=bool(launch.value("mix")),
     )
+
+
+def prompts_of(launch: Launch) -> tuple[Prompt, ...]:
+    mix, path, chat = launch.value("mix"), launch.value("prompts"), launch.value("chat")
+    if mix and path:
+        raise ConfigError("--mix and --prompts exclude each other: either names the prompts")
+    return tuple(load_mix(parse_mix(mix), chat=chat) if mix else load_prompts(path, chat=chat))
+
+
+def check_comparison(launch: Launch, urls: Sequence[str]) -> None:
+    """Refuse policies where there is no engine to exchange them on, and hindsight where it has no sense."""
+    policies = launch.value("policies")
+    check_policies(policies)
+    if policies and urls:
+        raise ConfigError("--policies and --url exclude each other: policies take turns on an engine in here")
+    if not launch.value("hindsight"):
+        return
+    sides = contest(policies)
+    if not sides.candidates or not sides.fixed:
+        raise ConfigError("--hindsight: allowed: with --policies that hold adaptive and fixed ones")
+    if launch.value("rounds") < 2:
+        raise ConfigError(f"--rounds={launch.value('rounds')}: allowed: integers from 2 with --hindsight")
 
 
 def check_url(url: str) -> None:
@@ -119,12 +166,19 @@ def check_url(url: str) -> None:
         raise ConfigError(f"--url={url}: leave /v1 out; the paths below it are added")
 
 
-def levels(concurrency: Sequence[str], request_rate: Sequence[str]) -> Iterator[Level]:
+def levels(
+    concurrency: Sequence[str], request_rate: Sequence[str], phases: Sequence[str] = ()
+) -> Iterator[Level]:
     """The levels asked for, in order."""
     if concurrency and request_rate:
         raise ConfigError(
             "--concurrency and --request_rate exclude each other: a load is either closed or open"
         )
+    if phases and (concurrency or request_rate):
+        raise ConfigError("--phases says all of the load: leave --concurrency and --request_rate out")
+    if phases:
+        yield Level(phases=parse_phases(phases, max_concurrency=MAX_CONCURRENCY))
+        return
     if request_rate:
         for text in request_rate:
             rate = parse_value(Kind.DOUBLE, text)
@@ -145,11 +199,29 @@ def main(argv: Sequence[str]) -> int:
         print(launch.text)
         return 0
     job = job_of(launch)
-    return run(job, launch, begin(launch))
+    progress = begin(launch)
+    if not job.urls:
+        launch = dataclasses.replace(launch, config=adaptive_by_default(launch))
+    if job.contest is not None and launch.config.cache.enable_prefix_cache:
+        launch = without_prefix_cache(launch)
+    return run(job, launch, progress)
+
+
+def without_prefix_cache(launch: Launch) -> Launch:
+    """All policies are asked the same prompts: whoever came first would compute them for the others."""
+    if "enable_prefix_cache" in launch.chosen:
+        raise ConfigError("--enable_prefix_cache=true: allowed: false with --policies")
+    log.info("the prefix cache is off: all policies are asked the same prompts")
+    cache = dataclasses.replace(launch.config.cache, enable_prefix_cache=False)
+    return dataclasses.replace(launch, config=dataclasses.replace(launch.config, cache=cache))
 
 
 def run(job: Job, launch: Launch, progress: Progress) -> int:
     """Measure, show and keep. 0, or 1 if any request failed: figures of a run with failures mislead."""
+    if any(level.phases for level in job.plan.levels) and job.contest is None:
+        log.warning(
+            "phases ask %d prompts over and over: a prefix cache may answer for them", len(job.prompts)
+        )
     if (needed := job.plan.prompts_needed) > len(job.prompts):
         log.warning(
             "%d prompts serve %d requests: repeated ones may hit a prefix cache", len(job.prompts), needed
@@ -158,13 +230,21 @@ def run(job: Job, launch: Launch, progress: Progress) -> int:
     runs, described = asyncio.run(_measure(job, launch, progress))
     names = [str(entry["name"]) for entry in described]
     comparisons = compare(runs, job.plan, names)
-    print(table(runs, job.plan, names))
-    if comparisons:
-        print("\n" + comparison_lines(comparisons))
+    found = [] if job.contest is None else judged(runs, job, job.contest)
+    tables = (
+        (policy_tables if job.contest is not None else table)(runs, job.plan, names),
+        "" if job.contest is not None else comparison_lines(comparisons),
+        acceptance_lines(runs, job.plan, names) if job.contest is not None else "",
+        phase_tables(runs, job.plan, names),
+        class_tables(runs, job.plan, names) if job.mixed else "",
+        verdict_lines(found),
+    )
+    print("\n\n".join(filter(None, tables)))
     if job.output:
         body = document(
             runs,
             comparisons,
+            verdicts=found,
             settings=settings_of(launch, job),
             targets=described,
             machine=machine_facts(),
@@ -176,6 +256,10 @@ def run(job: Job, launch: Launch, progress: Progress) -> int:
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def judged(runs: Sequence[Run], job: Job, sides: Contest) -> list[Verdict]:
+    return verdicts(runs, job.plan.levels, sides, hindsight=job.plan.hindsight, seed=job.plan.seed)
 
 
 def settings_of(launch: Launch, job: Job) -> dict[str, Any]:
@@ -227,4 +311,8 @@ async def _engine(
     engine = await build_engine(launch.config, progress=progress)
     stack.push_async_callback(engine.close)
     target = EngineTarget(engine, job.ask)
+    if job.contest is not None:
+        targets = policy_targets(target, job.contest.names, engine.use_policy)
+        about = {"model": engine.model_id, "server_info": engine.server_info()}
+        return targets, [{"name": policy.name, **about} for policy in targets]
     return [target], [{"name": target.name, "model": engine.model_id, "server_info": engine.server_info()}]

@@ -31,12 +31,44 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         "Poisson arrivals per second instead of a concurrency, several levels separated by commas",
     ),
     command(
+        "phases",
+        BENCH,
+        Kind.LIST,
+        (),
+        "a load that changes while it runs, as concurrency:seconds,...; prompts are asked over and over, "
+        "--num_prompts has no meaning",
+    ),
+    command(
+        "policies",
+        BENCH,
+        Kind.LIST,
+        (),
+        "policies of the engine in this process that take turns and are compared with the first: adaptive "
+        "(what the engine's flags enable), plain, fixed:K, fixed:K:V; the prefix cache is off",
+    ),
+    command(
+        "hindsight",
+        BENCH,
+        Kind.BOOL,
+        False,
+        "also compare with the fixed policy that was best on other prompts: odd and even rounds use "
+        "different halves of the prompts",
+    ),
+    command(
         "prompts",
         BENCH,
         Kind.STRING,
         "",
         "text file (a prompt a line) or .jsonl file with messages, turns, "
         "question, prompt or text; empty: a built-in set of short questions",
+    ),
+    command(
+        "mix",
+        BENCH,
+        Kind.LIST,
+        (),
+        "mixed traffic instead of --prompts: file:weight or file:weight:temperature, several separated by "
+        "commas; figures are also given by file",
     ),
     command("num_prompts", BENCH, Kind.INT32, 32, "requests of each measured run", low=1, high=1_000_000),
     command("max_tokens", BENCH, Kind.INT32, 128, "longest answer in tokens", low=1),

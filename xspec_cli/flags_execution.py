@@ -12,7 +12,6 @@ KERNEL = "Kernel"
 REMOVED = "Removed"
 
 _NOT_YET = "not in this version yet"
-_NOT_ADAPTIVE = f"adaptive speculation is {_NOT_YET}"
 _NO_SUFFIX = "it is only read with --speculative_algorithm=Suffix, which is refused"
 _NO_PROFILE = "it is only read with the profiling flags, which are refused"
 _NPU_ONLY = "it chooses an NPU kernel"
@@ -34,18 +33,23 @@ SPECULATIVE_FLAGS: tuple[Flag, ...] = (
              "drafts that are verified of each request and round; -1 is all of them"),
     honoured("enable_probabilistic_draft", SPECULATIVE,
              "draw drafts with the target's own noise instead of taking the likeliest token"),
-    refused("enable_adaptive_draft_step", SPECULATIVE, Kind.BOOL, False, "adapt how far is drafted",
-            _NOT_ADAPTIVE),
-    refused("enable_adaptive_target_verify", SPECULATIVE, Kind.BOOL, False, "adapt how much is verified",
-            _NOT_ADAPTIVE),
-    refused("adaptive_draft_step_config", SPECULATIVE, Kind.STRING, "",
-            "JSON policy and calibration of the former", _NOT_ADAPTIVE),
-    refused("adaptive_target_verify_calibration", SPECULATIVE, Kind.STRING, "",
-            "JSON calibration of the latter", _NOT_ADAPTIVE),
-    refused("adaptive_target_verify_cost_table", SPECULATIVE, Kind.STRING, "", "saved costs to load",
-            _NOT_ADAPTIVE),
-    refused("adaptive_target_verify_cost_table_output", SPECULATIVE, Kind.STRING, "", "file to save costs to",
-            _NOT_ADAPTIVE),
+    honoured("enable_adaptive_draft_step", SPECULATIVE,
+             "choose how many tokens are drafted, up to --num_speculative_tokens, from measured costs (MTP); "
+             "serve and bench do so unasked with the embedded model"),
+    honoured("enable_adaptive_target_verify", SPECULATIVE,
+             "choose how many drafts are verified, all being drafted, from measured costs (MTP, DSpark)"),
+    honoured("adaptive_draft_step_config", SPECULATIVE,
+             "JSON file with the policy and calibration sections of adaptive draft steps"),
+    honoured("adaptive_draft_step_cost_table", SPECULATIVE,
+             "saved costs of adaptive draft steps to load instead of measuring; xLLM has no such flag"),
+    honoured("adaptive_draft_step_cost_table_output", SPECULATIVE,
+             "new file to save measured costs of adaptive draft steps to; xLLM has no such flag"),
+    honoured("adaptive_target_verify_calibration", SPECULATIVE,
+             "JSON file that says what is measured at start for adaptive target verify"),
+    honoured("adaptive_target_verify_cost_table", SPECULATIVE,
+             "saved costs of adaptive target verify to load instead of measuring"),
+    honoured("adaptive_target_verify_cost_table_output", SPECULATIVE,
+             "new file to save measured costs of adaptive target verify to"),
     inert("enable_opt_validate_probs", SPECULATIVE, Kind.BOOL, False, "keep only chosen draft probabilities",
           "verification needs no draft probabilities"),
     inert("speculative_suffix_cache_max_depth", SPECULATIVE, Kind.INT32, 64, "depth of the suffix tree",
@@ -98,6 +102,9 @@ EXECUTION_FLAGS: tuple[Flag, ...] = (
              "prepare a shape when it is first needed, not before serving"),
     honoured("enable_graph_mode_decode_no_padding", EXECUTION,
              "prepare every row count instead of padding to a few"),
+    honoured("round_trace", EXECUTION,
+             "new file that gets a JSON line for every round: plan, shape, what was accepted, time; "
+             "xLLM has no such flag"),
     refused("enable_unified_mtp_graph", EXECUTION, Kind.BOOL, False,
             "one graph for a whole speculative round",
             f"unified graphs are {_NOT_YET}"),

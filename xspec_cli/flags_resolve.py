@@ -37,12 +37,17 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command line that holds. `given` has the command's own flags as typed, `notes` what has no effect."""
+    """A command line that holds.
+
+    `given` has the command's own flags as typed, `chosen` names those of the engine that were set at all,
+    `notes` tell what has no effect.
+    """
 
     config: Config
     given: Mapping[str, Value]
     notes: tuple[str, ...]
     command_defaults: Mapping[str, Value]
+    chosen: frozenset[str] = frozenset()
 
     def value(self, name: str) -> Any:
         """A flag of the command itself: as given, else its default."""
@@ -90,7 +95,7 @@ def resolve(
     if mistakes:
         raise ConfigError("\n".join(dict.fromkeys(mistakes)))
     defaults = {name: flag.setting.default for name, flag in flags.items() if flag.section is None}
-    return Launch(config, sorter.given, tuple(sorter.notes.values()), defaults)
+    return Launch(config, sorter.given, tuple(sorter.notes.values()), defaults, frozenset(sorter.config))
 
 
 class _Sorter:

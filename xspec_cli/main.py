@@ -20,7 +20,9 @@ SUBCOMMANDS = {
     "serve": "serve a model over HTTP (OpenAI API)",
     "generate": "answer one prompt on the command line",
     "bench": "measure an engine or a server under load",
+    "calibrate": "measure what rounds cost, for adaptive speculation",
     "train": "train a drafter for a model on its own answers",
+    "simulate": "run adaptive speculation on a virtual clock, by saved costs",
 }
 
 INTERRUPTED = 130

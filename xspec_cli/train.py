@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xspec.config import Config, Kind
+from xspec.config import Config, Kind, settings
 from xspec.errors import ConfigError
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
 from xspec_cli.flags_train import DSPARK_FLAGS, FLAGS, MTP_FLAGS
@@ -58,10 +58,12 @@ def main(argv: Sequence[str]) -> int:
 
 def check(launch: Launch) -> None:
     """What flags say of one another; ConfigError lists every mistake."""
+    mistakes = _only_served(launch.config)
     if launch.value("evaluate_only"):
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
         return
     algorithm = str(launch.value("algorithm"))
-    mistakes = []
     if not algorithm:
         mistakes.append("--algorithm is needed: MTP or DSpark")
     if not launch.value("output"):
@@ -91,6 +93,15 @@ def check(launch: Launch) -> None:
     mistakes += [text for text in (_mistake(read, launch) for read in (temperatures, taps)) if text]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+
+
+def _only_served(config: Config) -> list[str]:
+    """What a drafter is measured at is a fixed width: nothing adapts here."""
+    return [
+        f"{settings()[flag][1].shown(flag, value)}: not read by xspec train"
+        for flag, value in config.to_flat(non_default_only=True).items()
+        if flag.startswith(("adaptive_", "enable_adaptive_")) or flag == "round_trace"
+    ]
 
 
 def _mistake(read: Callable[[Launch], object], launch: Launch) -> str:

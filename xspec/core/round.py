@@ -40,6 +40,7 @@ class SpeculationPlan:
     range_index: int | None = None
     candidate_index: int | None = None
     reason: str = ""
+    predicted_ms: float | None = None  # what the policy's costs say of the round's decode part
 
     @property
     def width(self) -> int:
@@ -140,6 +141,8 @@ class RoundPlan:
 class RowTokens:
     """What one row of a retired round yields, in order: 1 to K + 1 tokens (none for a middle chunk).
 
+    `admitted`: drafts that the device let into verification where the host left it the choice (a round with a
+    row budget); None: all of `DecodeRow.verify`.
     `bad`: what follows `token_ids` came of logits or states that are not finite. No page can be trusted, and
     the sequence fails unless one of these tokens ends it.
     """
@@ -149,6 +152,7 @@ class RowTokens:
     logprobs: tuple[TokenLogprob, ...] = ()
     scored: tuple[TokenLogprob, ...] = ()  # prompt logprobs of a chunk
     bad: bool = False
+    admitted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,8 @@ class RoundFeedback:
     """What a policy and the metrics learn of a round, only after its commit succeeded.
 
     `round_ms` is the host interval between consecutive retirements in steady state, None when the
-    pipeline was empty before it (there is no such interval then).
+    pipeline was empty before it (there is no such interval then). `signals` [len(rows), K] float32: estimate
+    for each of `rows` that draft k is accepted if all before it were; None in a plain round.
     """
 
     plan: SpeculationPlan

@@ -6,7 +6,7 @@ A captured round exists per bucket; a row inside a bucket is free, its edge is a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -63,6 +63,58 @@ def _upto(sizes: Iterable[int], max_rows: int) -> list[int]:
 
 def _steps(start: int, step: int, max_rows: int) -> list[int]:
     return [*range(start, max_rows, step)]
+
+
+class TargetTiers:
+    """Row counts G in which a verify pass over `lanes` padded requests of up to `width` drafts is prepared.
+
+    The full width, lanes * (width + 1), always is one of them: nothing is pruned there. Smaller ones are
+    budgets, larger ones padding.
+    """
+
+    def __init__(self, extra: Mapping[tuple[int, int], Iterable[int]] | None = None) -> None:
+        """`extra`: (lanes, width) -> sizes beside the full width; they must hold the lanes' anchor rows."""
+        self._sizes: dict[tuple[int, int], tuple[int, ...]] = {}
+        for (lanes, width), rows in (extra or {}).items():
+            sizes = sorted({*rows, lanes * (width + 1)})
+            if sizes[0] < lanes:
+                raise ValueError(f"{sizes[0]} rows cannot hold the anchor rows of {lanes} lanes")
+            self._sizes[lanes, width] = tuple(sizes)
+
+    def prepared(self, lanes: int, width: int) -> tuple[int, ...]:
+        """All sizes, ascending."""
+        return self._sizes.get((lanes, width), (lanes * (width + 1),))
+
+    def of(self, lanes: int, width: int) -> tuple[int, ...]:
+        """The budgets among them, ascending, the full width last."""
+        return tuple(size for size in self.prepared(lanes, width) if size <= lanes * (width + 1))
+
+    def fit(self, lanes: int, width: int, rows: int | None) -> int:
+        """The smallest prepared size of at least `rows`; None, or none so large: the full width."""
+        full = lanes * (width + 1)
+        if rows is None:
+            return full
+        return next((size for size in self.prepared(lanes, width) if size >= rows), full)
+
+    @staticmethod
+    def pruned(lanes: BucketGrid, rows: BucketGrid, width: int) -> TargetTiers:
+        """For every bucket B of `lanes`, the first buckets of `rows` to cover B, 2 B, 3 B and so on."""
+        extra = {}
+        for b in lanes.buckets:
+            multiples = {rows.fit(b.rows * times).rows for times in range(1, width + 1)}
+            extra[b.rows, width] = [size for size in multiples if size < b.rows * (width + 1)]
+        return TargetTiers(extra)
+
+    @staticmethod
+    def listed(lanes: BucketGrid, rows: Iterable[int], width: int) -> TargetTiers:
+        """For every bucket of `lanes`, whatever of `rows` is a budget of it."""
+        sizes = tuple(rows)
+        return TargetTiers(
+            {
+                (b.rows, width): [size for size in sizes if b.rows <= size < b.rows * (width + 1)]
+                for b in lanes.buckets
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)

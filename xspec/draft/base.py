@@ -66,6 +66,7 @@ class DraftContext:
     Greedy, or with --enable_probabilistic_draft the argmax of logits / temperature plus the target's own
     noise for those token ids at that position (greedy rows stay greedy).
     """
+    sampled: torch.Tensor | None = None  # [R] bool: lanes whose target draws with a temperature; None: none
 
 
 @dataclass(frozen=True, slots=True)

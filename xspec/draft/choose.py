@@ -51,7 +51,7 @@ def choose_drafter(config: SpeculationConfig, *, embedded: bool) -> DraftChoice 
         return None
     steps = config.num_speculative_tokens
     if steps < 0:
-        steps = _own_width(algorithm, path)
+        steps = _own_width(algorithm, path, deepest=config.enable_adaptive_draft_step)
     verify = config.target_verify_width
     if verify > steps:
         raise ConfigError(
@@ -80,11 +80,17 @@ def _algorithm_of(path: Path) -> str:
     return "DSpark" if block or raw.get("speculators_model_type") else "MTP"
 
 
-def _own_width(algorithm: str, path: Path | None) -> int:
-    """The width a drafter's config names: the block of a DSpark drafter, what an MTP one recommends."""
+def _own_width(algorithm: str, path: Path | None, *, deepest: bool) -> int:
+    """The width a drafter's config names: the block of a DSpark drafter, what an MTP one recommends.
+
+    `deepest`: the most steps an MTP drafter is good for at all (max_speculative_tokens), where it says so:
+    the depth is chosen round by round then.
+    """
     raw = read_json(path / "config.json") if path is not None else {}
     nested = {**raw.get("dflash_config", {}), **raw.get("dspark_config", {}), **raw}
     keys = ("block_size", "dspark_block_size") if algorithm == "DSpark" else ("num_speculative_tokens",)
+    if deepest and algorithm == "MTP":
+        keys = ("max_speculative_tokens", *keys)
     for key in keys:
         if isinstance(nested.get(key), int) and nested[key] > 0:
             return int(nested[key])

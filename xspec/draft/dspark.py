@@ -22,6 +22,7 @@ from xspec.draft.dspark_config import (
     MARKOV_TABLE,
     MASK,
     NORM,
+    REGIMES,
     DSparkConfig,
     check_steps,
     layer_prefix,
@@ -46,6 +47,9 @@ from xspec.nn.embed import Embedding
 from xspec.nn.linear import LinearPart
 from xspec.nn.norm import RMSNorm
 from xspec.nn.rope import CosSin, Rope, inverse_frequencies
+
+PER_ROW = "per row"
+"""Every row by the table of its own regime."""
 
 
 class ContextKV:
@@ -122,12 +126,13 @@ class DSparkDrafter:
         dtype: torch.dtype,
         device: torch.device,
         steps: int,
-        regime: str | None = "greedy",
+        regime: str | None = PER_ROW,
     ) -> DSparkDrafter:
         """Read --draft_model `path`. `steps` must be its block size.
 
-        `regime`: whose table of the checkpoint's confidence calibration to use; None: the head's raw word,
-        as fitting a calibration needs it. ConfigError names what does not fit the formats or the target.
+        `regime`: which table of the checkpoint's confidence calibration to use, by default each row's own
+        ("greedy" or "sampled"); None: the head's raw word, as fitting a calibration needs it. ConfigError
+        names what does not fit the formats or the target.
         """
         checkpoint, config, ids = open_dspark(path, target.spec)
         try:
@@ -171,7 +176,7 @@ class DSparkDrafter:
             columns.append(context.pick(logits[-1], context.positions + (slot + 1), self._head.ids))
             previous = self._head.tokens(columns[-1])
             tokens.append(previous)
-        signals = self._module.signals(Block(hidden, embedded, logits, columns))
+        signals = self._module.signals(Block(hidden, embedded, logits, columns, context.sampled))
         return Draft(torch.stack(tokens, 1), signals)
 
     def _backbone(self, context: DraftContext) -> torch.Tensor:
@@ -264,15 +269,25 @@ def _signals(config: DSparkConfig, build: LayerBuilder, regime: str | None, wher
     bias = torch.empty(1, dtype=wide, device=build.device)
     build.fill(f"{CONFIDENCE}.weight", weight)
     build.fill(f"{CONFIDENCE}.bias", bias)
-    temperatures = torch.ones(config.block_size, dtype=wide, device=build.device)
-    offsets = torch.zeros(config.block_size, dtype=wide, device=build.device)
-    if regime is not None and config.calibration:
-        if regime not in config.calibration:
-            raise CheckpointError(
-                f"the drafter {where}: confidence_calibration has no table for {regime!r}; it has "
-                f"{', '.join(config.calibration)}"
-            )
-        table = config.calibration[regime]
-        temperatures.copy_(torch.tensor(table.temperatures, dtype=wide))
-        offsets.copy_(torch.tensor(table.biases, dtype=wide))
+    temperatures = torch.ones(2, config.block_size, dtype=wide, device=build.device)
+    offsets = torch.zeros(2, config.block_size, dtype=wide, device=build.device)
+    for row, name in enumerate(_tables(config, regime, where)):
+        table = config.calibration[name]
+        temperatures[row].copy_(torch.tensor(table.temperatures, dtype=wide))
+        offsets[row].copy_(torch.tensor(table.biases, dtype=wide))
     return ConfidenceHead(weight[0], bias, temperatures, offsets, with_markov=config.confidence_with_markov)
+
+
+def _tables(config: DSparkConfig, regime: str | None, where: str) -> tuple[str, ...]:
+    """Names of the calibration tables for greedy and for sampled rows; none where nothing is calibrated."""
+    known = config.calibration
+    if regime is None or not known:
+        return ()
+    if regime == PER_ROW:
+        return tuple(name if name in known else next(iter(known)) for name in REGIMES)
+    if regime not in known:
+        raise CheckpointError(
+            f"the drafter {where}: confidence_calibration has no table for {regime!r}; "
+            f"it has {', '.join(known)}"
+        )
+    return (regime, regime)

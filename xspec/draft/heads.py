@@ -74,6 +74,7 @@ class Block:
     embedded: Sequence[torch.Tensor]  # B times [R, r]: of the token before each slot's
     logits: Sequence[torch.Tensor]  # B times [R, D], Markov bias included
     columns: Sequence[torch.Tensor]  # B times [R]: which were picked
+    sampled: torch.Tensor | None = None  # [R] bool: lanes whose target draws with a temperature; None: none
 
 
 class Signals(Protocol):
@@ -87,8 +88,8 @@ class ConfidenceHead:
     """sigmoid((w . [h ; e] + b) / T_k + o_k), in fp32 at least: half types round it to exactly 1.
 
     `weight` [H] or, with the Markov embedding as input, [H + r]; `bias` [1]; `temperatures` and `offsets`
-    [B] calibrate each slot. It reads the slot's hidden state and the token before it, so it never sees the
-    draw it judges.
+    [2, B] calibrate each slot, for greedy lanes and for sampled ones. It reads the slot's hidden state and
+    the token before it, so it never sees the draw it judges.
     """
 
     def __init__(
@@ -101,14 +102,19 @@ class ConfidenceHead:
         with_markov: bool,
     ) -> None:
         self._weight, self._bias, self._with_markov = weight, bias, with_markov
-        self._temperatures, self._offsets = temperatures[:, None], offsets[:, None]
+        self._temperatures, self._offsets = temperatures, offsets
 
     def __call__(self, block: Block) -> torch.Tensor:
         features = block.hidden
         if self._with_markov:
             features = torch.cat((features, torch.stack(tuple(block.embedded))), -1)
         logits = features.to(self._weight.dtype) @ self._weight + self._bias  # [B, R]
-        return torch.sigmoid(logits / self._temperatures + self._offsets).T.float()
+        if block.sampled is None:
+            temperatures, offsets = self._temperatures[:1], self._offsets[:1]
+        else:
+            regime = block.sampled.to(torch.int64)
+            temperatures, offsets = self._temperatures[regime], self._offsets[regime]
+        return torch.sigmoid(logits.T / temperatures + offsets).float()
 
 
 class SelectedProbability:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 
 from xspec import __version__
+from xspec.calib.calibrate import Calibrated, calibrated_costs
+from xspec.calib.choose import Adaptation, choose_adaptation, speculation_of
 from xspec.config import Config
-from xspec.draft.base import Drafter
 from xspec.draft.choose import DraftChoice, choose_drafter
 from xspec.engine.engine import Admission, AsyncEngine
 from xspec.engine.threads import Threads
 from xspec.exec.assemble import (
     Assembly,
-    Speculation,
     assemble,
     check_abilities,
     make_drafter,
@@ -37,64 +38,110 @@ from xspec.metrics import Metrics
 from xspec.models.locate import is_gguf, locate_model
 from xspec.platform.base import Platform
 from xspec.platform.select import select_platform
-from xspec.policy.fixed import FixedPolicy
+from xspec.policy.named import Adaptive, Policies
 from xspec.progress import Progress, silent
 from xspec.text.tokenizer import TextAssets, load_text
+from xspec.trace import RoundTrace, check_trace_file
 
 logger = logging.getLogger(__name__)
 
 
-async def build_engine(config: Config, *, progress: Progress = silent) -> AsyncEngine:
-    """Load, allocate, warm up and start. ConfigError names the flag that cannot be honoured."""
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the flags mean, settled before anything is loaded."""
+
+    config: Config
+    platform: Platform
+    model: Path
+    drafter: DraftChoice | None
+    adaptation: Adaptation | None
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Everything that computes rounds, warm and measured; `threads` run it."""
+
+    choices: Choices
+    parts: Assembly
+    threads: Threads
+    costs: Calibrated | None
+
+
+def choose(config: Config) -> Choices:
+    """Refuses what cannot be honoured: ConfigError or UnsupportedError naming the flags."""
     platform = select_platform(config.execution.device)
     check_abilities(config, platform)
-    path = locate_model(config.model.model or None)
-    choice = choose_drafter(config.speculation, embedded=not config.model.model)
-    text = await asyncio.to_thread(load_text, path)
+    drafter = choose_drafter(config.speculation, embedded=not config.model.model)
+    adaptation = choose_adaptation(config, platform, drafter)
+    if config.execution.round_trace:
+        check_trace_file(config.execution.round_trace)
+    return Choices(config, platform, locate_model(config.model.model or None), drafter, adaptation)
+
+
+async def build_parts(choices: Choices, *, progress: Progress = silent) -> Built:
+    """Load, allocate, warm up and calibrate. The caller closes the threads."""
+    config, platform = choices.config, choices.platform
     threads = Threads()
-    drafter_of = partial(make_drafter, config, platform, path, choice)
+    drafter_of = partial(make_drafter, config, platform, choices.model, choices.drafter)
+    speculation = partial(speculation_of, choices.adaptation, choices.drafter, platform)
     try:
         parts = await threads.call(
-            lambda: assemble(config, platform, path, drafter_of, partial(_speculation, choice), progress)
+            lambda: assemble(config, platform, choices.model, drafter_of, speculation, progress)
         )
+        costs = None
+        if choices.adaptation is not None and choices.drafter is not None:
+            costs = await asyncio.to_thread(
+                calibrated_costs,
+                choices.adaptation,
+                config,
+                platform,
+                parts,
+                choices.drafter,
+                threads,
+                model=choices.model,
+                progress=progress,
+            )
     except BaseException:
         await asyncio.to_thread(threads.close)
         raise
-    return _start(config, platform, text, parts, threads, path, choice)
+    return Built(choices, parts, threads, costs)
 
 
-def _speculation(choice: DraftChoice | None, drafter: Drafter) -> Speculation:
-    """A fixed policy plans one depth and one width."""
-    if choice is None or choice.verify == 0:
-        return Speculation()
-    return Speculation(steps=(choice.steps,), widths=(choice.verify,))
+async def build_engine(config: Config, *, progress: Progress = silent) -> AsyncEngine:
+    """Load, allocate, warm up, calibrate and start. ConfigError names the flag that cannot be honoured."""
+    choices = choose(config)
+    text = await asyncio.to_thread(load_text, choices.model)
+    built = await build_parts(choices, progress=progress)
+    try:
+        return _start(built, text)
+    except BaseException:
+        await asyncio.to_thread(built.threads.close)
+        raise
 
 
-def _start(
-    config: Config,
-    platform: Platform,
-    text: TextAssets,
-    parts: Assembly,
-    threads: Threads,
-    path: Path,
-    choice: DraftChoice | None,
-) -> AsyncEngine:
-    pipeline = Pipeline(parts.runner, threads, ring_slots(config, platform))
-    policy = FixedPolicy() if choice is None else FixedPolicy(choice.steps, choice.verify)
-    driver = Driver(make_scheduler(config, parts), policy, pipeline, clock_s=time.monotonic)
+def _start(built: Built, text: TextAssets) -> AsyncEngine:
+    choices, parts = built.choices, built.parts
+    config, path, drafter = choices.config, choices.model, choices.drafter
+    pipeline = Pipeline(parts.runner, built.threads, ring_slots(config, choices.platform))
+    policies = _policies(built)
+    info = _info(built)
+    trace = RoundTrace(config.execution.round_trace, info) if config.execution.round_trace else None
+    driver = Driver(
+        make_scheduler(config, parts), policies.default(), pipeline, clock_s=time.monotonic, witness=trace
+    )
     seed = config.execution.random_seed
     model_id = config.model.model_id or (path.stem if is_gguf(path) else path.resolve().name)
-    info = _info(config, platform, parts, choice)
     logger.info("engine ready: %s", info)
     return AsyncEngine(
         model_id=model_id,
         text=text,
         driver=driver,
-        threads=threads,
+        threads=built.threads,
         metrics=Metrics(
             model_id,
             max_model_len=parts.max_model_len,
-            draft_width=0 if choice is None else choice.steps,
+            draft_width=0 if drafter is None else drafter.steps,
+            adaptive=choices.adaptation is not None,
         ),
         admission=Admission(
             max_model_len=parts.max_model_len,
@@ -103,13 +150,34 @@ def _start(
             random_seed=random.SystemRandom().getrandbits(31) if seed == -1 else seed,
         ),
         info=info,
+        policies=policies.named,
+        trace=trace,
     )
 
 
-def _info(config: Config, platform: Platform, parts: Assembly, choice: DraftChoice | None) -> dict[str, Any]:
+def _policies(built: Built) -> Policies:
+    drafter, adaptation, parts, costs = (
+        built.choices.drafter,
+        built.choices.adaptation,
+        built.parts,
+        built.costs,
+    )
+    adaptive = None
+    if adaptation is not None and costs is not None:
+        adaptive = Adaptive(adaptation.control, costs.table, adaptation.policy, costs.uncovered)
+    if drafter is None:
+        return Policies(parts.grid, parts.tiers)
+    return Policies(
+        parts.grid, parts.tiers, parts.drafter.spec.steps, drafter.steps, drafter.verify, adaptive
+    )
+
+
+def _info(built: Built) -> dict[str, Any]:
+    choices, parts, costs = built.choices, built.parts, built.costs
+    config, drafter = choices.config, choices.drafter
     return {
         "version": __version__,
-        "device": platform.name,
+        "device": choices.platform.name,
         "dtype": str(parts.dtype).removeprefix("torch."),
         "compute_threads": torch.get_num_threads(),
         "model_type": parts.target.spec.model_type,
@@ -117,15 +185,16 @@ def _info(config: Config, platform: Platform, parts: Assembly, choice: DraftChoi
         "block_size": config.cache.block_size,
         "kv_cache_bytes": parts.pool.bytes,
         "kv_cache_tokens": parts.pool.usable_pages * config.cache.block_size,
-        "slots": ring_slots(config, platform),
+        "slots": ring_slots(config, choices.platform),
         "buckets": [bucket.rows for bucket in parts.grid.buckets],
         "speculation": None
-        if choice is None
+        if drafter is None
         else {
-            "algorithm": choice.algorithm,
-            "drafter": "the target's own layers" if choice.path is None else choice.path.name,
-            "num_speculative_tokens": choice.steps,
-            "target_verify_width": choice.verify,
+            "algorithm": drafter.algorithm,
+            "drafter": "the target's own layers" if drafter.path is None else drafter.path.name,
+            "num_speculative_tokens": drafter.steps,
+            "target_verify_width": drafter.verify,
         },
+        "calibration": None if costs is None else costs.facts(),
         "settings": config.to_flat(non_default_only=True),
     }

@@ -11,63 +11,25 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from xspec.core.request import FinishReason, Output, Request, SamplingParams
 from xspec.core.sequence import Sequence as LiveSequence
 from xspec.core.sequence import Status
-from xspec.engine.api import Phase, TextOutput, TextStream
+from xspec.engine.api import Phase, TextStream
 from xspec.engine.loop import EngineLoop
+from xspec.engine.streams import Live, Stream, last_output
 from xspec.engine.text import ChoiceText
 from xspec.engine.threads import Threads
 from xspec.errors import EngineDeadError, OverloadedError, PromptTooLongError, RequestError
 from xspec.exec.driver import Driver, Retirement
 from xspec.metrics import Metrics
+from xspec.policy.base import Policy
 from xspec.text.tokenizer import TextAssets
+from xspec.trace import RoundTrace
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request on its way: one sequence and one text per choice, one queue to its client."""
-
-    request: Request
-    sequences: list[LiveSequence]
-    texts: list[ChoiceText]
-    queue: asyncio.Queue[TextOutput] = field(default_factory=asyncio.Queue)
-    open_choices: int = 0
-    first_token_s: float | None = None
-    last_token_s: list[float | None] = field(default_factory=list)  # by choice
-    generated_tokens: int = 0
-
-
-class _Stream:
-    """The client's end of a request. Implements `engine.api.TextStream`."""
-
-    def __init__(self, live: _Live, abort: Callable[[_Live], None]) -> None:
-        self._live = live
-        self._abort = abort
-        self._open_choices = live.request.params.n
-
-    def __aiter__(self) -> _Stream:
-        return self
-
-    async def __anext__(self) -> TextOutput:
-        if not self._open_choices:
-            raise StopAsyncIteration
-        try:
-            output = await self._live.queue.get()
-        except asyncio.CancelledError:
-            self._abort(self._live)
-            raise
-        self._open_choices -= output.finish_reason is not None
-        return output
-
-    async def aclose(self) -> None:
-        self._open_choices = 0
-        self._abort(self._live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +55,10 @@ class AsyncEngine:
         metrics: Metrics,
         admission: Admission,
         info: dict[str, Any],
+        policies: Callable[[str], Policy],
+        trace: RoundTrace | None = None,
     ) -> None:
+        """`policies`: makes the policy of a name, see `use_policy`. `trace`: closed with the engine."""
         self.model_id = model_id
         self.max_model_len = admission.max_model_len
         self.text = text
@@ -104,8 +69,10 @@ class AsyncEngine:
         self._scheduler = driver.scheduler
         self._threads = threads
         self._info = info
+        self._policies = policies
+        self._trace = trace
         self._seeds = random.Random(admission.random_seed)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._sequences = 0
         self._draining = False
         self._death: BaseException | None = None
@@ -135,7 +102,7 @@ class AsyncEngine:
         except RequestError:
             self.metrics.rejected("invalid")
             raise
-        return _Stream(live, self._abort)
+        return Stream(live, self._abort)
 
     def server_info(self) -> dict[str, Any]:
         scheduler = self._scheduler
@@ -147,7 +114,23 @@ class AsyncEngine:
             "kv_used_fraction": scheduler.pages.used_fraction,
             "preemptions": scheduler.counters.preemptions,
             "policy": self._driver.policy.name,
+            "adaptive": self._adaptive(),
         }
+
+    def _adaptive(self) -> dict[str, Any] | None:
+        """What the policy says it does and what came of it; None where no policy adapts."""
+        measured = self.metrics.adaptive_summary()
+        return None if measured is None else {**self._driver.policy.status(), "measured": measured}
+
+    def use_policy(self, name: str) -> None:
+        """Speculate from now on as `name` says: "adaptive" (what the flags enabled), "plain", "fixed:K" or
+        "fixed:K:V" (K drafted, V verified). For comparisons on one engine, while nothing runs.
+
+        ConfigError where the name asks for what this engine has not prepared.
+        """
+        if self._live or not self._driver.pipeline.empty:
+            raise RuntimeError("the policy is exchanged while requests run")
+        self._driver.policy = self._policies(name)
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and let running ones finish; False if time ran out and they were aborted."""
@@ -166,10 +149,12 @@ class AsyncEngine:
         self._loop.close()
         await self._task
         await asyncio.to_thread(self._threads.close)
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
     # -- admission -----------------------------------------------------------------------------
 
-    def _admit(self, prompt_ids: tuple[int, ...], params: SamplingParams, request_id: str) -> _Live:
+    def _admit(self, prompt_ids: tuple[int, ...], params: SamplingParams, request_id: str) -> Live:
         self._check_open()
         params.check()
         self._check_prompt(prompt_ids)
@@ -182,7 +167,7 @@ class AsyncEngine:
             )
         request = Request(request_id, prompt_ids, params, arrival_s=time.monotonic())
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        live = _Live(request, [], [], open_choices=params.n)
+        live = Live(request, [], [], open_choices=params.n)
         for choice in range(params.n):
             sequence = self._sequence(request, choice, seed)
             live.sequences.append(sequence)
@@ -257,7 +242,7 @@ class AsyncEngine:
                 self._fail(live, f"the engine failed while serving this request: {retirement.error}")
         self._gauges()
 
-    def _push(self, live: _Live, output: Output, now: float) -> None:
+    def _push(self, live: Live, output: Output, now: float) -> None:
         text = live.texts[output.choice]
         sequence = live.sequences[output.choice]
         if text.finished:  # a stop string ended it while further rounds were in flight
@@ -278,7 +263,7 @@ class AsyncEngine:
         if out.finish_reason is not None:
             self._close_choice(live, out.finish_reason, now)
 
-    def _time(self, live: _Live, choice: int, tokens: int, now: float) -> None:
+    def _time(self, live: Live, choice: int, tokens: int, now: float) -> None:
         arrival = live.request.arrival_s
         if live.first_token_s is None:
             live.first_token_s = now
@@ -288,7 +273,7 @@ class AsyncEngine:
         live.last_token_s[choice] = now
         live.generated_tokens += tokens
 
-    def _close_choice(self, live: _Live, reason: FinishReason, now: float) -> None:
+    def _close_choice(self, live: Live, reason: FinishReason, now: float) -> None:
         live.open_choices -= 1
         if live.open_choices:
             return
@@ -305,7 +290,7 @@ class AsyncEngine:
         )
         self._forget(live)
 
-    def _abort(self, live: _Live) -> None:
+    def _abort(self, live: Live) -> None:
         """The client is gone, or all is delivered. Idempotent."""
         if self._live.get(live.request.id) is not live:
             return
@@ -314,20 +299,20 @@ class AsyncEngine:
         self._end_all(live, FinishReason.ABORT, None)
         self._loop.wake()
 
-    def _fail(self, live: _Live, error: str) -> None:
+    def _fail(self, live: Live, error: str) -> None:
         for sequence in live.sequences:
             self._scheduler.cancel(sequence, FinishReason.ERROR)
         self._end_all(live, FinishReason.ERROR, error)
 
-    def _end_all(self, live: _Live, reason: FinishReason, error: str | None) -> None:
+    def _end_all(self, live: Live, reason: FinishReason, error: str | None) -> None:
         """End every open choice with `reason`; the request is forgotten with the last one."""
         now = time.monotonic()
         for text in live.texts:
             if not text.finished:
-                live.queue.put_nowait(_last_output(text, live.request.id, reason, error))
+                live.queue.put_nowait(last_output(text, live.request.id, reason, error))
                 self._close_choice(live, reason, now)
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: Live) -> None:
         self._live.pop(live.request.id, None)
         if not self._live:
             self._idle.set()
@@ -362,12 +347,3 @@ class AsyncEngine:
                 self._fail(live, error)
             else:  # the scheduler's books may be what broke
                 self._end_all(live, FinishReason.ERROR, error)
-
-
-def _last_output(text: ChoiceText, request_id: str, reason: FinishReason, error: str | None) -> TextOutput:
-    """The end of a choice, with what text was held back; bare where the text itself is what failed."""
-    try:
-        return text.push(Output(request_id, text.choice, (), finish_reason=reason, error=error))
-    except Exception:
-        text.finished = True
-        return TextOutput(request_id, text.choice, "", (), finish_reason=reason, error=error)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from xspec.config import Config
-from xspec.core.shapes import BucketGrid
+from xspec.core.shapes import BucketGrid, TargetTiers
 from xspec.draft.base import Drafter, DraftMemory
 from xspec.draft.choose import DraftChoice
 from xspec.draft.make import load_drafter
@@ -48,16 +48,18 @@ class Assembly:
     runner: Runner
     pool: KVPool
     grid: BucketGrid
+    tiers: TargetTiers
     max_model_len: int
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What the policy may plan: draft steps and verified drafts, 0 (plain) always included."""
+    """What the policy may plan: draft steps and verified drafts, 0 (plain) always included; row budgets."""
 
     steps: Sequence[int] = ()
     widths: Sequence[int] = ()
+    tiers: TargetTiers = field(default_factory=TargetTiers)
 
 
 def check_abilities(config: Config, platform: Platform) -> torch.dtype:
@@ -84,7 +86,7 @@ def assemble(
     platform: Platform,
     path: Path,
     make_drafter: MakeDrafter,
-    speculation: Callable[[Drafter], Speculation],
+    speculation: Callable[[BucketGrid], Speculation],
     progress: Progress,
 ) -> Assembly:
     """Load target and drafter, allocate, warm up. ConfigError names the flag that cannot be honoured."""
@@ -107,13 +109,14 @@ def assemble(
     backend = config.execution.python_graph_backend
     backend = platform.abilities.default_graph_backend if backend == "auto" else backend
     picker = Picker(sampling, probabilistic=config.speculation.enable_probabilistic_draft)
-    allowed = speculation(drafter)
+    allowed = speculation(grid)
     graphs = RoundGraphs(
         Parts(platform, target, drafter, rows, pool.target, picker),
         grid=grid,
         slots=ring_slots(config, platform),
         steps=allowed.steps,
         widths=allowed.widths,
+        tiers=allowed.tiers,
         enabled=config.execution.enable_graph and backend != "off",
     )
     runner = Runner(
@@ -128,7 +131,7 @@ def assemble(
     )
     if not config.execution.disable_graph_warmup:
         graphs.capture_all(progress)
-    return Assembly(target, drafter, runner, pool, grid, max_model_len, dtype)
+    return Assembly(target, drafter, runner, pool, grid, allowed.tiers, max_model_len, dtype)
 
 
 def make_drafter(
@@ -149,11 +152,11 @@ def make_drafter(
     )
 
 
-def make_scheduler(config: Config, parts: Assembly) -> Scheduler:
+def make_scheduler(config: Config, parts: Assembly, *, prefix_cache: bool | None = None) -> Scheduler:
+    """`prefix_cache`: overrides the configuration's."""
     settings = config.scheduler
-    pages = PageAllocator(
-        parts.pool.usable_pages, config.cache.block_size, prefix_cache=config.cache.enable_prefix_cache
-    )
+    cached = config.cache.enable_prefix_cache if prefix_cache is None else prefix_cache
+    pages = PageAllocator(parts.pool.usable_pages, config.cache.block_size, prefix_cache=cached)
     chunk = settings.max_tokens_per_chunk_for_prefill
     limits = Limits(
         max_tokens_per_batch=settings.max_tokens_per_batch,
@@ -163,7 +166,7 @@ def make_scheduler(config: Config, parts: Assembly) -> Scheduler:
         mix_batch=settings.enable_mix_batch,
         admission_memory_threshold=settings.prefill_scheduling_memory_usage_threshold,
     )
-    return Scheduler(pages, limits, parts.grid, draft_block=parts.drafter.spec.block)
+    return Scheduler(pages, limits, parts.grid, draft_block=parts.drafter.spec.block, tiers=parts.tiers)
 
 
 def ring_slots(config: Config, platform: Platform) -> int:

@@ -6,8 +6,9 @@ state, so that it can be captured once and replayed. Knows nothing of buckets, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -18,8 +19,21 @@ from xspec.exec.segments import decode_segments
 from xspec.models.base import Hidden, Target
 from xspec.nn.inputs import ForwardInputs, Ragged, Segment
 
-Pick = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""pick(logits [R, D], device rows [R], positions [R], token ids [D] or None) -> column index [R]."""
+
+class Pick(Protocol):
+    """How tokens are picked from a drafter's logits (`exec.pick.Picker`)."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """logits [R, D], device rows [R], positions [R], token ids [D] or None -> column index [R]."""
+
+    def sampled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Device rows [R] -> [R] bool: whether their target draws with a temperature."""
 
 
 class DraftCall:
@@ -43,6 +57,7 @@ class DraftCall:
             positions=rows.length[row_ids] - 1,
             inputs=self._inputs,
             pick=lambda logits, positions, ids: self._pick(logits, row_ids, positions, ids),
+            sampled=self._pick.sampled(row_ids),
         )
         return self._drafter.draft(context, self._steps)
 
@@ -55,6 +70,26 @@ class DraftCall:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawRows:
+    """Rows of a pass that tokens are drawn for: N of them, lane by lane."""
+
+    logits: torch.Tensor  # [N, vocab]
+    lanes: torch.Tensor  # [N]
+    offsets: torch.Tensor  # [N] position past the lane's last token
+    live: torch.Tensor | None = None  # [N] bool: whether there is such a row; None: all are
+
+    def rectangle(self, values: torch.Tensor, lanes: int, width: int, fill: int | bool) -> torch.Tensor:
+        """Values [N] as [lanes, width + 1], `fill` where a lane has no such row."""
+        if self.live is not None:
+            values = torch.where(self.live, values, fill)
+        if len(values) == lanes * (width + 1):
+            return values.view(lanes, width + 1)
+        dense = values.new_full((lanes, width + 1), fill)
+        dense[self.lanes, self.offsets] = values
+        return dense
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyPass:
     """Results of a target pass over L lanes and G flat rows. They live until the same call's next replay."""
 
@@ -63,17 +98,22 @@ class VerifyPass:
     lanes: torch.Tensor  # [G] lane of each flat row
     offsets: torch.Tensor  # [G] its position past the lane's last token
     first: torch.Tensor  # [L] first flat row of each lane
+    counts: torch.Tensor  # [L] flat rows of each lane
     inputs: ForwardInputs
     hidden: Hidden
     logits: torch.Tensor  # [G, vocab]
 
-    def rectangle(self, values: torch.Tensor, lanes: int, width: int, fill: int | bool) -> torch.Tensor:
-        """Values of the live flat rows as [lanes, width + 1], `fill` where a lane has no such row."""
-        if len(values) == lanes * (width + 1):
-            return values.view(lanes, width + 1)
-        dense = values.new_full((lanes, width + 1), fill)
-        dense[self.lanes[: len(values)], self.offsets[: len(values)]] = values
-        return dense
+    def flat(self, rows: int) -> DrawRows:
+        """The first `rows` flat rows, where the host knows whose they are."""
+        return DrawRows(self.logits[:rows], self.lanes[:rows], self.offsets[:rows])
+
+    def dense(self, lanes: int, width: int) -> DrawRows:
+        """width + 1 rows of each of the first `lanes` lanes, where only the device knows which exist."""
+        offset = torch.arange(width + 1, device=self.first.device)
+        index = (self.first[:lanes, None] + offset).clamp_(max=len(self.tokens) - 1).view(-1)
+        live = (offset < self.counts[:lanes, None]).view(-1)
+        lane = torch.arange(lanes, device=offset.device).repeat_interleave(width + 1)
+        return DrawRows(self.logits[index], lane, offset.repeat(lanes), live)
 
 
 class VerifyCall:
@@ -110,18 +150,25 @@ class VerifyCall:
         self,
         row_ids: Sequence[int],
         pages: Sequence[int],
-        verify: Sequence[int],
+        verify: Sequence[int] | torch.Tensor,
         drafts: torch.Tensor | None,
     ) -> None:
-        """Point the call at live rows: row i verifies `verify[i]` of its drafts [rows or more, >= width]."""
+        """Point the call at live rows: row i verifies `verify[i]` of its drafts [rows or more, >= width].
+
+        A tensor (as many entries as rows or lanes) says so on the device; its sum with the rows must fit.
+        """
         _aim(self._row_ids, row_ids)
         if drafts is not None and self._width:
             self._drafts[: len(row_ids)].copy_(drafts[: len(row_ids), : self._width])
         lanes = len(self._row_ids)
         self._segments = decode_segments(pages, lanes, self._width + 1, self._rows.block_size)
-        self._uniform = self._target_rows == lanes * (self._width + 1) and all(
-            count == self._width for count in verify
-        )
+        if isinstance(verify, torch.Tensor):
+            self._uniform = False
+            self._counts.zero_()
+            self._counts[: len(row_ids)] = verify[: len(row_ids)] + 1
+            return
+        full = self._target_rows == lanes * (self._width + 1)
+        self._uniform = full and all(count == self._width for count in verify)
         if not self._uniform:
             counts = [*(count + 1 for count in verify), *([0] * (lanes - len(verify)))]
             if sum(counts) > self._target_rows:
@@ -136,7 +183,9 @@ class VerifyCall:
         inputs = rows.decode_inputs(self._row_ids, width, _widest(self._segments), self._segments)
         tokens = torch.cat((rows.last_token[self._row_ids, None], self._drafts), dim=1).view(-1)
         lanes = self._lane.repeat_interleave(width) if width > 1 else self._lane
-        return self._forward(tokens, inputs, lanes, self._offset.repeat(len(self._lane)), self._lane * width)
+        counts = torch.full_like(self._lane, width)
+        offsets = self._offset.repeat(len(self._lane))
+        return self._forward(tokens, inputs, lanes, offsets, self._lane * width, counts)
 
     def _run_ragged(self) -> VerifyPass:
         ends = self._counts.cumsum(0)
@@ -152,7 +201,8 @@ class VerifyCall:
         inputs = self._rows.ragged_inputs(self._row_ids, owners, offset, ragged, pages, self._segments)
         fed = torch.cat((self._rows.last_token[self._row_ids, None], self._drafts), dim=1)
         tokens = torch.where(live, fed[lane, offset], 0)
-        return self._forward(tokens, inputs, lane, torch.where(live, offset, self._width + 1), first)
+        offsets = torch.where(live, offset, self._width + 1)
+        return self._forward(tokens, inputs, lane, offsets, first, self._counts.clone())
 
     def _forward(
         self,
@@ -161,11 +211,12 @@ class VerifyCall:
         lanes: torch.Tensor,
         offsets: torch.Tensor,
         first: torch.Tensor,
+        counts: torch.Tensor,
     ) -> VerifyPass:
         inputs = replace(inputs, guesses=self._width > 0)
         hidden = self._target.forward(tokens, inputs, self._kv, self._taps)
         logits = self._target.logits(hidden.last)
-        return VerifyPass(self._row_ids, tokens, lanes, offsets, first, inputs, hidden, logits)
+        return VerifyPass(self._row_ids, tokens, lanes, offsets, first, counts, inputs, hidden, logits)
 
 
 def _padding(lanes: int, rows: DeviceRows) -> torch.Tensor:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from xspec.core.request import Output
-from xspec.core.round import RoundFeedback, RoundPlan, RoundResult
+from xspec.core.round import RoundFeedback, RoundPlan, RoundResult, SpeculationPlan
 from xspec.exec.pipeline import Pipeline
-from xspec.policy.base import Policy
+from xspec.policy.base import Policy, PolicyView
 from xspec.sched import commit
 from xspec.sched.scheduler import Scheduler
 
@@ -27,17 +28,36 @@ class Retirement:
     failed_requests: frozenset[str] = frozenset()
 
 
+class Witness(Protocol):
+    """Who keeps what every decision saw and brought (`xspec.trace.RoundTrace`)."""
+
+    def planned(self, view: PolicyView, plan: SpeculationPlan, observed: int) -> None:
+        """A round was submitted, its policy having observed so many."""
+
+    def retired(
+        self, plan_id: int, feedback: RoundFeedback | None, error: BaseException | None = None
+    ) -> None:
+        """The oldest round is done: what its policy was told, or what broke it."""
+
+
 class Driver:
     """Owns the order of things. `clock_s` is only for `round_ms`; no decision reads it."""
 
     def __init__(
-        self, scheduler: Scheduler, policy: Policy, pipeline: Pipeline, clock_s: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        policy: Policy,
+        pipeline: Pipeline,
+        clock_s: Callable[[], float],
+        witness: Witness | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.policy = policy
         self.pipeline = pipeline
         self._clock_s = clock_s
+        self._witness = witness
         self._rounds = 0
+        self._observed = 0
         self._last_retired_s: float | None = None
 
     def step(self) -> bool:
@@ -45,10 +65,13 @@ class Driver:
         view = self.scheduler.view(plan_id=self._rounds)
         if view is None:
             return False
-        plan = self.scheduler.plan(self.policy.plan(view), round_id=self._rounds)
+        spec = self.policy.plan(view)
+        plan = self.scheduler.plan(spec, round_id=self._rounds)
         if plan is None:
             return False
         self._rounds += 1
+        if self._witness is not None:
+            self._witness.planned(view, spec, self._observed)
         for bind in plan.binds:
             sequence = self.scheduler.live[bind.sequence_id]
             sequence.started_s = sequence.started_s or self._clock_s()
@@ -62,10 +85,15 @@ class Driver:
         if isinstance(result, BaseException):
             self._last_retired_s = None
             failed = commit.fail(self.scheduler, plan)
+            if self._witness is not None:
+                self._witness.retired(plan.spec.plan_id, None, result)
             return Retirement(error=result, failed_requests=frozenset(failed))
         retired = commit.retire(self.scheduler, result)
         feedback = _feedback(plan, result, retired, round_ms)
         self.policy.observe(feedback)
+        self._observed += 1
+        if self._witness is not None:
+            self._witness.retired(plan.spec.plan_id, feedback)
         return Retirement(outputs=retired.outputs, feedback=feedback)
 
     def paused(self) -> None:
@@ -81,6 +109,7 @@ class Driver:
 def _feedback(
     plan: RoundPlan, result: RoundResult, retired: commit.Retired, round_ms: float | None
 ) -> RoundFeedback:
+    signals = result.signals
     return RoundFeedback(
         plan=plan.spec,
         shape=plan.shape,
@@ -88,5 +117,5 @@ def _feedback(
         round_ms=round_ms,
         prefill_tokens=plan.shape.prefill_tokens,
         committed_tokens=retired.committed_tokens,
-        signals=result.signals,
+        signals=None if signals is None else signals[list(retired.told)],
     )

@@ -1,4 +1,4 @@
-"""One captured call per bucket, width and slot, for drafting and for verifying.
+"""One captured call per bucket, width, padded size and slot, for drafting and for verifying.
 
 Serving replays; it never captures, except with warm-up switched off. Without graphs every pass is eager
 on its exact shape.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xspec.core.shapes import BucketGrid
+from xspec.core.shapes import BucketGrid, TargetTiers
 from xspec.draft.base import Draft, Drafter
 from xspec.exec.calls import DraftCall, Pick, VerifyCall, VerifyPass
 from xspec.exec.rows import DeviceRows
@@ -19,8 +19,11 @@ from xspec.models.base import Target
 from xspec.platform.base import Captured, Platform
 from xspec.progress import Progress
 
-Key = tuple[int, int, int]
-"""(slot, lanes, draft steps or verify width)"""
+DraftKey = tuple[int, int, int]
+"""(slot, lanes, draft steps)"""
+
+VerifyKey = tuple[int, int, int, int]
+"""(slot, lanes, verify width, target rows)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ class Parts:
 
 
 class RoundGraphs:
-    """Every call a plan may name. `steps` and `widths`: what policies may draft and verify, 0 excluded."""
+    """Every call a plan may name. `steps` and `widths`: what policies may draft and verify, 0 excluded;
+    `tiers`: the row counts that verification may be padded to."""
 
     def __init__(
         self,
@@ -46,15 +50,17 @@ class RoundGraphs:
         slots: int,
         steps: Sequence[int] = (),
         widths: Sequence[int] = (),
+        tiers: TargetTiers | None = None,
         enabled: bool = True,
     ) -> None:
         self._parts = parts
         self._grid = grid
         self._slots = slots if parts.platform.abilities.graphs_per_slot else 1
         self._steps, self._widths = tuple(steps), (0, *widths)
+        self._tiers = tiers or TargetTiers()
         self._enabled = enabled
-        self._drafts: dict[Key, tuple[DraftCall, Captured[Draft]]] = {}
-        self._verifies: dict[Key, tuple[VerifyCall, Captured[VerifyPass]]] = {}
+        self._drafts: dict[DraftKey, tuple[DraftCall, Captured[Draft]]] = {}
+        self._verifies: dict[VerifyKey, tuple[VerifyCall, Captured[VerifyPass]]] = {}
 
     def capture_all(self, progress: Progress) -> None:
         """Largest first, so that no later capture has to grow shared scratch memory."""
@@ -63,14 +69,16 @@ class RoundGraphs:
         lanes = [bucket.rows for bucket in reversed(self._grid.buckets)]
         slots = range(self._slots)
         drafts = [(slot, n, steps) for steps in self._steps for n in lanes for slot in slots]
-        verifies = [(slot, n, w) for w in sorted(self._widths, reverse=True) for n in lanes for slot in slots]
+        shapes = [(n, w, rows) for w in self._widths for n in lanes for rows in self._tiers.prepared(n, w)]
+        shapes.sort(key=lambda shape: (-shape[2], shape))
+        verifies = [(slot, *shape) for shape in shapes for slot in slots]
         total = len(drafts) + len(verifies)
-        for done, key in enumerate(verifies):
+        for done, verify in enumerate(verifies):
             progress("warming", done, total)
-            self._verify_call(key)
-        for done, key in enumerate(drafts, len(verifies)):
+            self._verify_call(verify)
+        for done, draft in enumerate(drafts, len(verifies)):
             progress("warming", done, total)
-            self._draft_call(key)
+            self._draft_call(draft)
         progress("warming", total, total)
 
     def draft(self, slot: int, row_ids: Sequence[int], pages: Sequence[int], steps: int) -> Draft:
@@ -79,7 +87,7 @@ class RoundGraphs:
             exact = self._new_draft(len(row_ids), steps)
             exact.aim(row_ids, pages)
             return exact.run()
-        call, captured = self._draft_call((slot % self._slots, self._lanes(row_ids), steps))
+        call, captured = self._draft_call((slot % self._slots, self.lanes(row_ids), steps))
         call.aim(row_ids, pages)
         return captured.replay()
 
@@ -88,43 +96,46 @@ class RoundGraphs:
         slot: int,
         row_ids: Sequence[int],
         pages: Sequence[int],
-        verify: Sequence[int],
+        verify: Sequence[int] | torch.Tensor,
         drafts: torch.Tensor | None,
+        width: int,
+        target_rows: int,
     ) -> VerifyPass:
-        """Run `row_ids` through the target, row i with `verify[i]` of its drafts; padded up to a bucket."""
-        width = max(verify)
+        """Run `row_ids` through the target, row i with `verify[i]` (at most `width`) of its drafts; padded up
+        to a bucket and to `target_rows` (of `TargetTiers.prepared`)."""
         if not self._enabled:
-            exact = self._new_verify(len(row_ids), width)
+            exact = self._new_verify(len(row_ids), width, min(target_rows, len(row_ids) * (width + 1)))
             exact.aim(row_ids, pages, verify, drafts)
             return exact.run()
-        call, captured = self._verify_call((slot % self._slots, self._lanes(row_ids), width))
+        call, captured = self._verify_call((slot % self._slots, self.lanes(row_ids), width, target_rows))
         call.aim(row_ids, pages, verify, drafts)
         return captured.replay()
 
-    def _lanes(self, row_ids: Sequence[int]) -> int:
+    def lanes(self, row_ids: Sequence[int]) -> int:
+        """What so many rows are padded to."""
         return self._grid.fit(len(row_ids)).rows
 
     # A call that is missing here is made at its first use: that is what disable_graph_warmup asks for.
 
-    def _draft_call(self, key: Key) -> tuple[DraftCall, Captured[Draft]]:
+    def _draft_call(self, key: DraftKey) -> tuple[DraftCall, Captured[Draft]]:
         if key not in self._drafts:
             call = self._new_draft(lanes=key[1], steps=key[2])
             call.aim((), ())
             self._drafts[key] = (call, self._parts.platform.capture(call.run, rows=key[1]))
         return self._drafts[key]
 
-    def _verify_call(self, key: Key) -> tuple[VerifyCall, Captured[VerifyPass]]:
+    def _verify_call(self, key: VerifyKey) -> tuple[VerifyCall, Captured[VerifyPass]]:
         if key not in self._verifies:
-            call = self._new_verify(lanes=key[1], width=key[2])
+            call = self._new_verify(lanes=key[1], width=key[2], target_rows=key[3])
             call.aim((), (), (), None)
-            self._verifies[key] = (call, self._parts.platform.capture(call.run, rows=key[1] * (key[2] + 1)))
+            self._verifies[key] = (call, self._parts.platform.capture(call.run, rows=key[3]))
         return self._verifies[key]
 
     def _new_draft(self, lanes: int, steps: int) -> DraftCall:
         parts = self._parts
         return DraftCall(parts.drafter, parts.rows, parts.pick, lanes=lanes, steps=steps)
 
-    def _new_verify(self, lanes: int, width: int) -> VerifyCall:
+    def _new_verify(self, lanes: int, width: int, target_rows: int) -> VerifyCall:
         parts = self._parts
         return VerifyCall(
             parts.target,
@@ -133,5 +144,5 @@ class RoundGraphs:
             parts.drafter.spec.taps,
             lanes=lanes,
             width=width,
-            target_rows=lanes * (width + 1),
+            target_rows=target_rows,
         )

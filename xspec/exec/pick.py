@@ -18,6 +18,10 @@ class Picker:
     def __init__(self, sampling: SamplingState, *, probabilistic: bool) -> None:
         self._sampling, self._probabilistic = sampling, probabilistic
 
+    def sampled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Device rows [R] -> [R] bool: whether their target draws with a temperature."""
+        return self._sampling.temperature(rows, torch.float32).squeeze(1) > 0.0
+
     def __call__(
         self,
         logits: torch.Tensor,

@@ -13,7 +13,7 @@ import torch
 
 from xspec.core.request import SamplingParams
 from xspec.core.round import DecodeRow, PrefillChunk, RoundPlan
-from xspec.draft.base import Drafter, Published
+from xspec.draft.base import Draft, Drafter, Published
 from xspec.exec.calls import VerifyPass
 from xspec.exec.graphs import RoundGraphs
 from xspec.exec.rows import DeviceRows
@@ -23,6 +23,7 @@ from xspec.models.base import Hidden, Target
 from xspec.nn.inputs import ForwardInputs
 from xspec.platform.base import Event, Platform
 from xspec.verify.accept import accept
+from xspec.verify.admit import admit
 from xspec.verify.logprobs import score
 from xspec.verify.sampler import SampleNeeds, draw, needs_of
 from xspec.verify.state import SamplingState
@@ -164,43 +165,66 @@ class Runner:
         pages = [-(-row.kv_bound // self._rows.block_size) for row in rows]
         verify = [row.verify for row in rows]
         drafts = None
+        verified: list[int] | torch.Tensor = verify
         if plan.batch.verify:
             draft = self._graphs.draft(slot.index, ids, pages, plan.spec.draft_steps)
             drafts = draft.tokens
             slot.keep_signals(draft.signals[: len(ids)])
-        passed = self._graphs.verify(slot.index, ids, pages, verify, drafts)
-        self._accept(rows, verify, drafts, passed, slot)
+            if plan.shape.target_rows < self._graphs.lanes(ids) * (max(verify) + 1):
+                verified = self._admit(ids, verify, draft, plan.shape.target_rows, slot)
+        width, target_rows = max(verify), plan.shape.target_rows
+        passed = self._graphs.verify(slot.index, ids, pages, verified, drafts, width, target_rows)
+        if isinstance(verified, torch.Tensor) and self._platform.abilities.synchronous:
+            verified = verified.tolist()  # is there: nothing waits for it
+        self._accept(rows, width, verified, drafts, passed, slot)
+
+    def _admit(
+        self, ids: list[int], verify: list[int], draft: Draft, target_rows: int, slot: Slot
+    ) -> torch.Tensor:
+        """Drafts verified of each row where there are fewer rows than drafts, decided on the device."""
+        count, width = len(ids), max(verify)
+        room = self._rows.room(self._tensor(ids))
+        caps = torch.minimum(self._tensor(verify), (room - 1).clamp_(min=0))
+        admitted = admit(draft.signals[:count, :width], caps, count, target_rows)
+        slot.keep_admitted(admitted)
+        return admitted
 
     def _accept(
         self,
         rows: Sequence[DecodeRow],
-        verify: list[int],
+        width: int,
+        verify: list[int] | torch.Tensor,
         drafts: torch.Tensor | None,
         passed: VerifyPass,
         slot: Slot,
     ) -> None:
-        count, width = len(rows), max(verify)
-        flat = sum(verify) + count
-        row_ids, lanes, offsets = passed.row_ids[:count], passed.lanes[:flat], passed.offsets[:flat]
+        count = len(rows)
+        row_ids = passed.row_ids[:count]
+        if isinstance(verify, torch.Tensor):  # whose the flat rows are is the device's secret
+            verify = [width] * count
+            drawing = passed.dense(count, width)
+        else:
+            drawing = passed.flat(sum(verify) + count)
+        lanes, offsets = drawing.lanes, drawing.offsets
         if drafts is None:
             drafts = torch.empty((count, 0), dtype=torch.int64, device=self._device)
         drafts = drafts[:count, :width]
         owners = row_ids[lanes]
         needs = self._needs([row.row for row in rows], verify)
         drawn = draw(
-            passed.logits[:flat],
+            drawing.logits,
             owners,
             self._rows.length[owners] + offsets,
             self._sampling,
             needs,
             self._prefix(drafts, lanes, offsets) if width and needs.penalised else None,
         )
-        draws = passed.rectangle(drawn.tokens, count, width, NO_TOKEN)
+        draws = drawing.rectangle(drawn.tokens, count, width, NO_TOKEN)
         accepted = accept(draws, drafts, self._rows.room(row_ids))
         self._commit(row_ids, accepted.tokens, accepted.last, accepted.counts)
         self._publish(passed, accepted.counts)
         # A bad draw ends what a row yields; what was rejected may be bad, nobody will ever see it.
-        good = ~passed.rectangle(drawn.bad, count, width, False)
+        good = ~drawing.rectangle(drawn.bad, count, width, False)
         kept = torch.minimum(accepted.counts, good.to(torch.int64).cumprod(1).sum(1))
         slot.decoded.keep(accepted.tokens, kept, kept < accepted.counts, drawn.logprobs, verify)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -81,18 +81,26 @@ class Slot:
         self.decoded = _lane(platform, rows, width)
         self.prefilled = _lane(platform, rows, 1)
         self._signals = platform.pinned((rows, width - 1), torch.float32)
+        self._admitted = platform.pinned((rows,), torch.int64)
+        self._budgeted = False
         self.bad_chunks = platform.pinned((rows,), torch.bool)
         self.scores: dict[int, list[TokenLogprob]] = {}  # by chunk index
 
     def begin(self) -> None:
         """Forget the round that was here."""
         self.decoded.logprobs = self.prefilled.logprobs = None
+        self._budgeted = False
         self.scores = {}
 
     def keep_signals(self, signals: torch.Tensor) -> None:
         """signals [R, K] of the round's drafts."""
         rows, steps = signals.shape
         self._signals[:rows, :steps].copy_(signals, non_blocking=True)
+
+    def keep_admitted(self, admitted: torch.Tensor) -> None:
+        """admitted [R]: drafts that a row budget let into verification."""
+        self._admitted[: len(admitted)].copy_(admitted, non_blocking=True)
+        self._budgeted = True
 
     def read(self, plan: RoundPlan) -> RoundResult:
         """The completed round as plain values. Only after its event."""
@@ -105,6 +113,9 @@ class Slot:
         ]
         ids = [row.sequence_id for row in plan.batch.rows]
         rows = self.decoded.read(ids) if ids else []
+        if self._budgeted:
+            admitted = self._admitted[: len(ids)].tolist()
+            rows = [replace(row, admitted=count) for row, count in zip(rows, admitted, strict=True)]
         signals = None
         if plan.batch.verify:
             signals = self._signals[: len(ids), : plan.spec.draft_steps].numpy().copy()

@@ -26,6 +26,7 @@ class Abilities:
     default_graph_backend: str
     ring_slots: int  # rounds in flight with --enable_task_pipeline; measured per platform
     graphs_per_slot: bool  # a captured call may still be running when the next slot wants to aim it
+    synchronous: bool  # results are there when a call returns: reading them waits for nothing
     modest_cache_bytes: int | None = None  # KV cache taken unasked where its memory is everybody's
 
 
@@ -52,6 +53,9 @@ class Platform(Protocol):
     abilities: Abilities
 
     def device(self) -> torch.device: ...
+
+    def device_name(self) -> str:
+        """What computes, as its maker calls it, and how much of it may be used: costs hold for that alone."""
 
     def event(self) -> Event:
         """Record an event after everything submitted so far."""

@@ -5,6 +5,7 @@ Memory figures respect cgroup limits, because a container's /proc/meminfo shows 
 
 from __future__ import annotations
 
+import platform as host
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -14,6 +15,7 @@ import torch
 from xspec.core.shapes import BucketGrid
 from xspec.errors import ConfigError
 from xspec.platform.base import Abilities, Captured, Event
+from xspec.threads import usable_cores
 
 if TYPE_CHECKING:
     from xspec.kernels.base import Kernels
@@ -58,11 +60,17 @@ class CpuPlatform:
             default_graph_backend="cpu",
             ring_slots=2,
             graphs_per_slot=False,
+            synchronous=True,
             modest_cache_bytes=2**30,
         )
 
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def device_name(self) -> str:
+        model = cpu_model(Path("/proc/cpuinfo")) or host.processor() or host.machine() or "CPU"
+        cores = usable_cores()
+        return f"{model}, {cores} usable core{'s' if cores > 1 else ''}"
 
     def event(self) -> Event:
         return PastEvent()
@@ -85,6 +93,16 @@ class CpuPlatform:
         from xspec.kernels.cpu import CpuKernels  # loaded by the platform that was chosen
 
         return CpuKernels()
+
+
+def cpu_model(cpuinfo: Path) -> str:
+    """The first core's model, blanks evened out; empty where the kernel does not name one."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    named = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == "model name")
+    return " ".join(next(named, "").split())
 
 
 def memory_bytes(proc: Path, cgroup: Path) -> tuple[int, int]:

@@ -7,7 +7,7 @@ give the same plans, so a recorded trace replays to the same decisions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from xspec.core.round import RoundFeedback, SpeculationPlan
 
@@ -21,6 +21,8 @@ class PolicyView:
     kv_bounds: tuple[int, ...]  # their KV length bounds, aligned
     waiting: int
     prefill_tokens: int
+    rooms: tuple[int, ...] = ()  # most tokens each may still get (the device knows exactly), aligned
+    speculative: tuple[bool, ...] = ()  # whether drafts may be verified for it, aligned
 
 
 class Policy(Protocol):
@@ -35,3 +37,6 @@ class Policy(Protocol):
 
     def observe(self, feedback: RoundFeedback) -> None:
         """A round retired and its commit succeeded. Called in round order."""
+
+    def status(self) -> dict[str, Any]:
+        """What it does at present and why, in JSON-ready values, for operators. Nothing reads it to decide."""

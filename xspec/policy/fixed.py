@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.policy.base import PolicyView
 
@@ -28,3 +30,6 @@ class FixedPolicy:
 
     def observe(self, feedback: RoundFeedback) -> None:
         """Nothing to learn."""
+
+    def status(self) -> dict[str, Any]:
+        return {"draft_steps": self._draft_steps, "verify_steps": self._verify_steps}

@@ -21,6 +21,7 @@ class Retired:
     outputs: tuple[Output, ...]
     rows: tuple[RowFeedback, ...]
     committed_tokens: int
+    told: tuple[int, ...] = ()  # which rows of the round's batch `rows` speak of, ascending
 
 
 def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
@@ -28,6 +29,7 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
     plan = result.plan
     outputs: list[Output] = []
     feedback: list[RowFeedback] = []
+    told: list[int] = []
     for chunk, tokens in zip(plan.batch.chunks, result.chunks, strict=True):
         sequence = scheduler.live[chunk.sequence_id]
         _leave_round(sequence, tokens, reserved=1 if chunk.samples else 0)
@@ -37,7 +39,7 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
             if (output := _commit(scheduler, sequence, tokens)) is not None:
                 outputs.append(output)
         scheduler.settle(sequence)
-    for row, tokens in zip(plan.batch.rows, result.rows, strict=True):
+    for index, (row, tokens) in enumerate(zip(plan.batch.rows, result.rows, strict=True)):
         sequence = scheduler.live[row.sequence_id]
         _leave_round(sequence, tokens, reserved=row.verify + 1)
         if sequence.finish_reason is None:
@@ -46,9 +48,10 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
                 outputs.append(output)
                 if not tokens.bad:  # of a row that failed nothing is known
                     feedback.append(_feedback(row, drafts, output, len(tokens.token_ids)))
+                    told.append(index)
         scheduler.settle(sequence)
     committed = sum(len(output.token_ids) for output in outputs)
-    return Retired(outputs=tuple(outputs), rows=tuple(feedback), committed_tokens=committed)
+    return Retired(tuple(outputs), tuple(feedback), committed, tuple(told))
 
 
 def fail(scheduler: Scheduler, plan: RoundPlan) -> set[str]:
@@ -84,7 +87,8 @@ def _drafts(plan: RoundPlan, row: DecodeRow, sequence: Sequence, tokens: RowToke
     room = sequence.max_len - len(sequence.tokens)
     if tokens.bad or not tokens.token_ids or not drafted or room < 2:
         return None
-    return DraftCounts.of_row(drafted=drafted, verify=row.verify, room=room, returned=len(tokens.token_ids))
+    verify = row.verify if tokens.admitted is None else tokens.admitted
+    return DraftCounts.of_row(drafted=drafted, verify=verify, room=room, returned=len(tokens.token_ids))
 
 
 def _feedback(row: DecodeRow, drafts: DraftCounts | None, output: Output, returned: int) -> RowFeedback:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from xspec.core.request import FinishReason
 from xspec.core.round import Batch, DecodeRow, PageGrant, PrefillChunk, RoundPlan, RowBind, SpeculationPlan
 from xspec.core.sequence import AfterDrain, Sequence, Status
-from xspec.core.shapes import BucketGrid, RoundShape
+from xspec.core.shapes import BucketGrid, RoundShape, TargetTiers
 from xspec.policy.base import PolicyView
 from xspec.sched.pages import PageAllocator
 
@@ -42,9 +42,16 @@ class Scheduler:
     """Sequences come in by `add`, leave by stop, limit or `cancel`; every row and page returns."""
 
     def __init__(
-        self, pages: PageAllocator, limits: Limits, grid: BucketGrid, *, draft_block: int = 0
+        self,
+        pages: PageAllocator,
+        limits: Limits,
+        grid: BucketGrid,
+        *,
+        draft_block: int = 0,
+        tiers: TargetTiers | None = None,
     ) -> None:
-        """`draft_block`: positions from the last token on that drafting writes to, whatever is verified."""
+        """`draft_block`: positions from the last token on that drafting writes to, whatever is verified.
+        `tiers`: sizes that verification may be padded to (default: full width only)."""
         if grid.max_rows < limits.max_seqs_per_batch:
             raise ValueError(
                 f"a grid of {grid.max_rows} rows cannot hold {limits.max_seqs_per_batch} sequences"
@@ -53,6 +60,7 @@ class Scheduler:
         self.limits = limits
         self.grid = grid
         self._draft_block = draft_block
+        self._tiers = tiers or TargetTiers()
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of seniority
@@ -137,6 +145,8 @@ class Scheduler:
             kv_bounds=tuple(s.reserved for s in rows),
             waiting=len(self.waiting),
             prefill_tokens=sum(s.prefill_end - s.submitted for s in self.running),
+            rooms=tuple(s.max_len - len(s.tokens) - s.sure for s in rows),
+            speculative=tuple(s.request.params.speculative for s in rows),
         )
 
     def plan(self, spec: SpeculationPlan, round_id: int) -> RoundPlan | None:
@@ -146,7 +156,7 @@ class Scheduler:
         self._preempted, self._due_pages = False, None
         if self.limits.mix_batch:
             rows = self._plan_rows(spec, grants)
-            chunks = self._plan_chunks(self._decode_tokens(rows), binds, grants)
+            chunks = self._plan_chunks(self._decode_tokens(rows, spec), binds, grants)
         else:
             chunks = self._plan_chunks(0, binds, grants)
             rows = [] if chunks else self._plan_rows(spec, grants)
@@ -172,7 +182,7 @@ class Scheduler:
         width = batch.verify
         return RoundShape(
             draft_rows=padded if width else 0,
-            target_rows=padded * (width + 1) if spec.target_rows is None else spec.target_rows,
+            target_rows=self._tiers.fit(padded, width, spec.target_rows if width else None),
             prefill_tokens=sum(len(chunk.token_ids) for chunk in batch.chunks),
             kv_pages=max((self.pages.pages_for(row.kv_bound) for row in batch.rows), default=0),
         )
@@ -180,9 +190,11 @@ class Scheduler:
     def _decodable(self) -> list[Sequence]:
         return [s for s in self.running if not s.prefilling and not s.at_limit]
 
-    def _decode_tokens(self, rows: list[DecodeRow]) -> int:
+    def _decode_tokens(self, rows: list[DecodeRow], spec: SpeculationPlan) -> int:
         """What decode rows take of the token budget. Drafts never take so much that prompts would starve."""
         with_drafts = sum(row.verify + 1 for row in rows)
+        if spec.target_rows is not None:
+            with_drafts = min(with_drafts, spec.target_rows)
         return max(len(rows), min(with_drafts, self.limits.max_tokens_per_batch // 2))
 
     def _plan_rows(self, spec: SpeculationPlan, grants: list[PageGrant]) -> list[DecodeRow]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.draft.base import Drafter
 from xspec.draft.choose import DraftChoice, choose_drafter
 from xspec.draft.dspark import DSparkDrafter
-from xspec.errors import ConfigError, EngineError
+from xspec.errors import ConfigError
 from xspec.exec.assemble import MakeDrafter, Speculation, check_abilities, make_drafter
 from xspec.models.base import Target
 from xspec.platform.base import Platform
@@ -64,13 +65,14 @@ class Recorder:
     def observe(self, feedback: RoundFeedback) -> None:
         if feedback.signals is None:
             return
-        if len(feedback.rows) != len(feedback.signals):
-            raise EngineError("with one round in flight every row has feedback, but some have none")
         for row, signals in zip(feedback.rows, feedback.signals, strict=True):
             if row.proposed:  # 0: the sequence had room for the target's own token only
                 self.accepted.append(row.accepted)
                 self.verified.append(row.verified)
                 self.signals.append(signals)
+
+    def status(self) -> dict[str, Any]:
+        return self._fixed.status()
 
     def clear(self) -> None:
         self.accepted, self.verified, self.signals = [], [], []

@@ -5,6 +5,7 @@ The stream is read as bytes and cut at event boundaries, so tokens are timed by 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,16 +16,18 @@ from xspec.core.drafts import DraftTotals
 from xspec.errors import ConfigError
 from xspec_cli.benchlib.load import Answer, AskOptions, Clock, TargetError
 from xspec_cli.benchlib.prompts import Prompt
-from xspec_cli.benchlib.speculation import read_draft_totals
+from xspec_cli.benchlib.rounds import RoundFigures
+from xspec_cli.benchlib.speculation import read_draft_totals, told_drafts
 
 NO_USAGE = "the stream carried no usage; the server must honour stream_options.include_usage"
 
 
 def request_body(prompt: Prompt, model: str, options: AskOptions, seed: int) -> dict[str, Any]:
+    temperature = options.temperature if prompt.temperature is None else prompt.temperature
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
+        "temperature": temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -35,7 +38,7 @@ def request_body(prompt: Prompt, model: str, options: AskOptions, seed: int) -> 
     # Extensions are only sent when they say something: plain OpenAI servers refuse unknown fields.
     if options.ignore_eos:
         body["ignore_eos"] = True
-    if options.temperature > 0.0:
+    if temperature > 0.0:
         body["seed"] = seed
     return body
 
@@ -63,6 +66,8 @@ class StreamReader:
         self._clock = clock
         self._chunk_s: list[float] = []
         self._usage: dict[str, Any] | None = None
+        self._metrics: object = None
+        self._text = hashlib.sha256()
         self._finish_reason: str | None = None
         self.done = False
 
@@ -75,10 +80,12 @@ class StreamReader:
             if event.get("error"):
                 raise TargetError(f"error in the stream: {error_message(event)}")
             self._usage = event.get("usage") or self._usage
+            self._metrics = event.get("metrics") or self._metrics
             for choice in event.get("choices") or ():
                 self._finish_reason = choice.get("finish_reason") or self._finish_reason
-                if _text_of(choice):
+                if text := _text_of(choice):
                     self._chunk_s.append(self._clock())
+                    self._text.update(text.encode())
         except (orjson.JSONDecodeError, AttributeError, TypeError) as error:
             raise TargetError(f"an event is not an OpenAI chunk: {data[:80]!r}") from error
 
@@ -92,7 +99,14 @@ class StreamReader:
         prompt_tokens, completion_tokens = map(self._usage.get, ("prompt_tokens", "completion_tokens"))
         if not isinstance(prompt_tokens, int) or not isinstance(completion_tokens, int):
             raise TargetError(f"the usage has no token counts: {self._usage}")
-        return Answer(tuple(self._chunk_s), prompt_tokens, completion_tokens, self._finish_reason)
+        return Answer(
+            chunk_s=tuple(self._chunk_s),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            finish_reason=self._finish_reason,
+            digest=self._text.hexdigest()[:16],
+            drafts=told_drafts(self._metrics, completion_tokens),
+        )
 
 
 def _text_of(choice: dict[str, Any]) -> str:
@@ -153,6 +167,13 @@ class HttpTarget:
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
             return None
         return str(body["version"]) if isinstance(body, dict) and "version" in body else None
+
+    async def begin_turn(self) -> None:
+        """A server is as it is."""
+
+    def round_figures(self, begin_s: float, end_s: float) -> RoundFigures | None:
+        """A server does not show its rounds."""
+        return None
 
     async def draft_totals(self) -> DraftTotals | None:
         """/metrics is a custom of vLLM, xspec and others: None where nothing of the kind answers.

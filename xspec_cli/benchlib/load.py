@@ -7,30 +7,45 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from xspec.core.drafts import DraftTotals
 from xspec_cli.benchlib.prompts import Prompt
+from xspec_cli.benchlib.rounds import RoundFigures
 from xspec_cli.benchlib.samples import Sample
+from xspec_cli.benchlib.speculation import AnswerDrafts
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of a changing load: so many clients for so long."""
+
+    concurrency: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.concurrency}:{self.seconds:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class Level:
-    """One load: either `concurrency` requests always in flight or `rate_rps` Poisson arrivals per second."""
+    """One load: `concurrency` requests always in flight, `rate_rps` Poisson arrivals a second or `phases`."""
 
     concurrency: int | None = None
     rate_rps: float | None = None
+    phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.rate_rps is None):
-            raise ValueError("a level is either a concurrency or a rate")
+        if (self.concurrency is not None) + (self.rate_rps is not None) + bool(self.phases) != 1:
+            raise ValueError("a level is either a concurrency or a rate or phases")
 
     def __str__(self) -> str:
+        if self.phases:
+            return f"phases {','.join(map(str, self.phases))}"
         return (
             f"concurrency {self.concurrency}" if self.concurrency is not None else f"rate {self.rate_rps:g}/s"
         )
@@ -54,6 +69,9 @@ class Answer:
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str | None
+    chunk_tokens: tuple[int, ...] = ()  # empty: not told
+    digest: str = ""
+    drafts: AnswerDrafts | None = None
 
 
 class TargetError(Exception):
@@ -63,11 +81,24 @@ class TargetError(Exception):
 class Target(Protocol):
     name: str
 
+    async def begin_turn(self) -> None:
+        """Called before each of its runs, while it has nothing to do."""
+
     async def ask(self, prompt: Prompt, seed: int, clock: Clock) -> Answer:
         """Send one prompt and read its stream to the end; TargetError if it fails."""
 
     async def draft_totals(self) -> DraftTotals | None:
         """Counters of speculation since the target's start; None where there are none to be read."""
+
+    def round_figures(self, begin_s: float, end_s: float) -> RoundFigures | None:
+        """Rounds that ended in [begin_s, end_s) of the event loop's clock; None where nobody can see them."""
+
+
+def stopwatch() -> Clock:
+    """Seconds from now on, by the clock of the running event loop."""
+    loop = asyncio.get_running_loop()
+    begin_s = loop.time()
+    return lambda: loop.time() - begin_s
 
 
 def poisson_arrivals(count: int, rate_rps: float, seed: int) -> list[float]:
@@ -90,13 +121,12 @@ async def run_load(
     done: Callable[[Sample], None] = lambda sample: None,
 ) -> list[Sample]:
     """Send every prompt once under `level`; samples come back in prompt order. `done` is told of each."""
-    begin = time.perf_counter()
-
-    def clock() -> float:
-        return time.perf_counter() - begin
+    if level.phases:
+        raise ValueError("phases are driven by phases.run_phases")
+    clock = stopwatch()
 
     async def one(index: int, start_s: float | None = None) -> Sample:
-        sample = await _sample(target, prompts[index], index, seed + index, clock, start_s)
+        sample = await ask_once(target, prompts[index], index, seed + index, clock, start_s)
         done(sample)
         return sample
 
@@ -106,15 +136,15 @@ async def run_load(
     return await _open_loop(one, poisson_arrivals(len(prompts), level.rate_rps, seed), clock)
 
 
-async def _sample(
-    target: Target, prompt: Prompt, index: int, seed: int, clock: Clock, due_s: float | None
+async def ask_once(
+    target: Target, prompt: Prompt, index: int, seed: int, clock: Clock, due_s: float | None = None
 ) -> Sample:
     """A Poisson arrival starts when it was due: a late client must not look like a fast server."""
     start_s = clock() if due_s is None else due_s
     try:
         answer = await target.ask(prompt, seed, clock)
     except TargetError as error:
-        return Sample(prompt_index=index, start_s=start_s, end_s=clock(), error=str(error))
+        return Sample(index, start_s, clock(), error=str(error), traffic=prompt.traffic)
     return Sample(
         prompt_index=index,
         start_s=start_s,
@@ -123,6 +153,10 @@ async def _sample(
         prompt_tokens=answer.prompt_tokens,
         completion_tokens=answer.completion_tokens,
         finish_reason=answer.finish_reason,
+        chunk_tokens=answer.chunk_tokens,
+        traffic=prompt.traffic,
+        digest=answer.digest,
+        drafts=answer.drafts,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from xspec.errors import ConfigError
+from xspec_cli.benchlib.hindsight import Verdict
 from xspec_cli.benchlib.plan import Comparison, PlanOptions, Run, runs_of
 from xspec_cli.benchlib.samples import RunFigures
 from xspec_cli.benchlib.stats import Summary, median
@@ -47,7 +48,7 @@ def _block(runs: Sequence[Run], level: str, target: str) -> list[str]:
     failed = sum(run.figures.failed for run in runs)
     lines = [
         f"{target}, {level}{rounds}",
-        f"  output tokens/s {_number(median([run.figures.output_tokens_per_s for run in runs]))}"
+        f"  output tokens/s {_number(median([run.tokens_per_s for run in runs]))}"
         f"   requests/s {_number(median([run.figures.requests_per_s for run in runs]))}"
         f"   completed {completed}   failed {failed}",
         *_speculation(runs),
@@ -75,7 +76,7 @@ def _number(value: float | None) -> str:
 
 
 def comparison_lines(comparisons: Sequence[Comparison]) -> str:
-    """How the second target compares with the first, level by level."""
+    """How the other targets compare with the first, level by level."""
     return "\n".join(
         f"{found.level}: {found.target} / {found.baseline} = {found.ratio.median:.3f} "
         f"(95 % interval {found.ratio.low:.3f} to {found.ratio.high:.3f}, {found.ratio.pairs} pairs, "
@@ -99,6 +100,7 @@ def document(
     runs: Sequence[Run],
     comparisons: Sequence[Comparison],
     *,
+    verdicts: Sequence[Verdict] = (),
     settings: Mapping[str, Any],
     targets: Sequence[Mapping[str, Any]],
     machine: Mapping[str, Any],
@@ -112,6 +114,7 @@ def document(
         "targets": [dict(target) for target in targets],
         "machine": dict(machine),
         "comparisons": [dataclasses.asdict(found) for found in comparisons],
+        "verdicts": [dataclasses.asdict(found) for found in verdicts],
         "runs": [dataclasses.asdict(run) for run in runs],
     }
 

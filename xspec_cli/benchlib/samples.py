@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xspec_cli.benchlib.speculation import AnswerDrafts
 from xspec_cli.benchlib.stats import Summary, summarise
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`chunk_s` are arrivals of chunks that carry tokens. `error` is set for a request that failed."""
+    """`chunk_s` are arrivals of chunks that carry tokens. `error` is set for a request that failed.
+
+    `chunk_tokens`: tokens of each chunk, empty where the target does not tell. `digest` is the same for equal
+    answers of targets of one kind.
+    """
 
     prompt_index: int
     start_s: float
@@ -24,6 +29,10 @@ class Sample:
     completion_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    chunk_tokens: tuple[int, ...] = ()
+    traffic: str = ""
+    digest: str = ""
+    drafts: AnswerDrafts | None = None
 
     @property
     def ok(self) -> bool:
@@ -49,6 +58,19 @@ class Sample:
     @property
     def e2e_ms(self) -> float:
         return (self.end_s - self.start_s) * 1e3
+
+    def tokens_within(self, begin_s: float, end_s: float) -> float:
+        """Tokens whose chunk arrived in [begin_s, end_s).
+
+        Where the tokens of chunks are not told, each has an equal share of them. A failed request has none;
+        tokens of an answer without any visible chunk arrive with its end.
+        """
+        if not self.ok:
+            return 0.0
+        times = self.chunk_s or (self.end_s,)
+        share = self.completion_tokens / len(times)
+        counts = self.chunk_tokens or (share,) * len(times)
+        return sum(count for time, count in zip(times, counts, strict=True) if begin_s <= time < end_s)
 
 
 @dataclass(frozen=True, slots=True)

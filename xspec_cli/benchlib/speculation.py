@@ -5,14 +5,57 @@ Works with any server that has vLLM's four counters, whatever their prefix; know
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xspec.core.drafts import DraftTotals
+from xspec.core.drafts import DraftCounts, DraftTotals
 
 DRAFTS = "spec_decode_num_drafts_total"
 DRAFT_TOKENS = "spec_decode_num_draft_tokens_total"
 ACCEPTED = "spec_decode_num_accepted_tokens_total"
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDrafts:
+    """One answer. `rounds` yielded `tokens` after the prompt's own; `drafts` of them had drafts."""
+
+    rounds: int
+    tokens: int
+    drafts: int
+    proposed: int
+    accepted: int
+    verified: int | None = None  # None: the target does not tell
+
+
+def answer_drafts(rounds: Sequence[tuple[int, DraftCounts | None]]) -> AnswerDrafts:
+    """Of (tokens, drafts) of each round behind the prompt's own."""
+    drafted = [drafts for _, drafts in rounds if drafts is not None]
+    return AnswerDrafts(
+        rounds=len(rounds),
+        tokens=sum(tokens for tokens, _ in rounds),
+        drafts=len(drafted),
+        proposed=sum(drafts.proposed for drafts in drafted),
+        accepted=sum(drafts.accepted for drafts in drafted),
+        verified=sum(drafts.verified for drafts in drafted),
+    )
+
+
+def told_drafts(metrics: object, completion_tokens: int) -> AnswerDrafts | None:
+    """From the `metrics` of a response in vLLM's shape; None where it says nothing of drafts.
+
+    Every round adds the target's own token to what was accepted: what drafts do not explain is plain rounds.
+    """
+    found = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    if not isinstance(found, dict):
+        return None
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    counts = [count for name in names if isinstance(count := found.get(name), int) and count >= 0]
+    if len(counts) < len(names):
+        return None
+    drafts, proposed, accepted = counts
+    tokens = max(0, completion_tokens - 1)
+    return AnswerDrafts(max(drafts, tokens - accepted), tokens, drafts, proposed, accepted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,404 @@
+"""Adaptive target verification, decision by decision; numbers done by hand in the comments."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_world import FakeCosts, feedback, geometry, row, view
+
+from xspec.core.round import RowFeedback
+from xspec.core.shapes import BucketGrid
+from xspec.policy.budget import best_tier, expected_tokens
+from xspec.policy.survivals import Correction, SignalMemory, survivals
+from xspec.policy.target_verify import TargetVerifyPolicy
+
+
+def by_rows(costs_ms: dict[int, float], plain_ms: float | None = None) -> FakeCosts:
+    """Cost of a round with drafts by target rows, and of a plain one."""
+    return FakeCosts(lambda steps, requests, rows: costs_ms.get(rows) if steps else plain_ms)
+
+
+def policy(
+    costs: FakeCosts, width: int, lanes: int, tiers: Sequence[int], **settings: object
+) -> TargetVerifyPolicy:
+    uncovered = str(settings.pop("uncovered", "full_width"))
+    geo = geometry(width, BucketGrid([lanes]), tiers={(lanes, width): tuple(tiers)}, uncovered=uncovered)
+    return TargetVerifyPolicy(costs, geo, **settings)  # type: ignore[arg-type]
+
+
+def show(chosen: TargetVerifyPolicy, plan_id: int, signals: dict[int, Sequence[float]]) -> None:
+    """A round that verified no draft, so that signals are all it tells."""
+    width = len(next(iter(signals.values())))
+    plan = chosen.plan(view(plan_id, tuple(signals)))
+    rows = [row(sequence_id, 0, 0, proposed=width) for sequence_id in signals]
+    chosen.observe(feedback(plan, rows, signals=list(signals.values())))
+
+
+# -- budget ---------------------------------------------------------------------------------------
+
+EASY, HARD = (0.9, 0.8), (0.5, 0.4)  # survivals 0.9, 0.72 and 0.5, 0.2
+
+
+def test_the_tier_with_the_most_expected_tokens_per_ms_is_chosen() -> None:
+    # G = 2: 2; G = 3: 2.9; G = 4: 3.62; G = 5: 4.12; G = 6: 4.32.
+    costs = {2: 10.0, 3: 12.0, 4: 15.5, 5: 17.5, 6: 19.0}
+    # Per ms: 0.2, 0.2417, 0.2335, 0.2354, 0.2274.
+    chosen = policy(by_rows(costs), 2, 2, [2, 3, 4, 5])
+    show(chosen, 0, {1: EASY, 2: HARD})
+    plan = chosen.plan(view(1, 2))
+    assert (plan.draft_steps, plan.target_rows, plan.predicted_ms, plan.reason) == (2, 3, 12.0, "tier")
+    # The best need not be next to the second best: without G = 3 it is G = 5.
+    chosen = policy(by_rows(costs | {3: 15.0}), 2, 2, [2, 3, 4, 5])
+    show(chosen, 0, {1: EASY, 2: HARD})
+    assert chosen.plan(view(1, 2)).target_rows == 5
+
+
+def test_full_width_is_said_as_none() -> None:
+    chosen = policy(by_rows({2: 10.0, 3: 12.0, 6: 12.0}), 2, 2, [2, 3])
+    show(chosen, 0, {1: EASY, 2: HARD})
+    plan = chosen.plan(view(1, 2))
+    assert (plan.draft_steps, plan.target_rows, plan.predicted_ms) == (2, None, 12.0)
+
+
+def test_ties_go_to_the_smaller_tier_and_tiers_without_cost_are_left_out() -> None:
+    ones = np.ones((2, 2))  # 2, 3 and 4 tokens
+    assert best_tier(ones, [(2, 10.0), (3, 15.0), (4, 20.0)]).target_rows == 2  # type: ignore[union-attr]
+    assert best_tier(ones, []) is None
+    chosen = policy(by_rows({2: 10.0, 6: 90.0}), 2, 2, [2, 3, 4])
+    show(chosen, 0, {1: EASY, 2: HARD})
+    assert chosen.plan(view(1, 2)).target_rows == 2
+
+
+def test_padded_rows_are_filled() -> None:
+    # 2 requests in 4 lanes: of G = 6 rows 2 hold their last tokens, 4 hold drafts.
+    assert expected_tokens(np.array([[0.9, 0.72], [0.5, 0.2]]), [4, 6, 12]) == pytest.approx(
+        [3.62, 4.32, 4.32]
+    )
+
+
+def test_a_request_without_feedback_counts_as_surely_accepted() -> None:
+    costs = {2: 10.0, 3: 12.0, 4: 15.3, 6: 19.0}
+    chosen = policy(by_rows(costs), 2, 2, [2, 3, 4])
+    show(chosen, 0, {1: EASY, 2: HARD})
+    # Known: 2, 2.9, 3.62 and 4.32 tokens: 0.2, 0.2417, 0.2366, 0.2274.
+    assert chosen.plan(view(1, (1, 2))).target_rows == 3
+    # New: 1, 1 of request 3 beside 0.5, 0.2: 2, 3, 4 and 4.7 tokens: 0.2, 0.25, 0.2614, 0.2474.
+    assert chosen.plan(view(2, (3, 2))).target_rows == 4
+
+
+def test_positions_without_room_and_opted_out_requests_promise_nothing() -> None:
+    costs = {2: 10.0, 3: 12.0, 4: 14.0, 6: 20.0}
+    chosen = policy(by_rows(costs), 2, 2, [2, 3, 4])
+    show(chosen, 0, {1: EASY, 2: EASY})
+    # G = 4: 3.8 / 14 = 0.2714 against 2.9 / 12 = 0.2417; all 5.24 / 20 = 0.262.
+    assert chosen.plan(view(1, 2)).target_rows == 4
+    # Request 2 has room for 1 draft: 0.9, 0.9, 0.72: the same two are best.
+    assert chosen.plan(view(2, 2, rooms=(9, 2))).target_rows == 4
+    # Room for none, or opted out: G = 4: 2 + 0.9 + 0.72 = 3.62 / 14 = 0.2586. G = 3: 0.2417.
+    assert chosen.plan(view(3, 2, rooms=(9, 1))).target_rows == 4
+    # Room for one draft in all: 2.9 / 12.
+    assert chosen.plan(view(4, 2, rooms=(2, 1))).target_rows == 3
+    assert chosen.plan(view(5, 2, rooms=(2, 9), speculative=(True, False))).target_rows == 3
+    plan = chosen.plan(view(6, 2, rooms=(1, 9), speculative=(True, False)))
+    assert (plan.draft_steps, plan.target_rows, plan.reason) == (0, None, "nothing_to_draft")
+
+
+def test_signals_that_are_no_probabilities() -> None:
+    raw = np.array([[np.nan, 1.0], [2.0, np.inf], [0.5, -1.0], [1.0, -np.inf]], dtype=np.float32)
+    assert survivals(raw).tolist() == [[0.0, 0.0], [1.0, 1.0], [0.5, 0.0], [1.0, 0.0]]
+    chosen = policy(by_rows({2: 10.0, 3: 10.1, 6: 10.2}), 2, 2, [2, 3])
+    show(chosen, 0, {1: (np.nan, np.nan), 2: (np.nan, 1.0)})
+    assert chosen.plan(view(1, 2)).target_rows == 2  # nothing is promised
+    json.dumps(chosen.status(), allow_nan=False)
+
+
+def test_the_latest_signals_count() -> None:
+    costs = {1: 10.0, 2: 11.0, 3: 20.0}
+    chosen = policy(by_rows(costs), 2, 1, [1, 2])
+    for plan_id, (first, tier) in enumerate([(0.9, 2), (0.05, 1), (0.5, 2)]):
+        show(chosen, 2 * plan_id, {1: (first, 0.1)})
+        assert chosen.plan(view(2 * plan_id + 1, 1)).target_rows == tier
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    signals=st.lists(st.lists(st.floats(0, 1, width=32), min_size=3, max_size=3), min_size=1, max_size=4),
+    costs=st.lists(st.floats(1.0, 50.0), min_size=16, max_size=16),
+    limits=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+)
+def test_the_budget_is_the_best_of_all_tiers_and_allocations(
+    signals: list[list[float]], costs: list[float], limits: list[int]
+) -> None:
+    """Brute force: every number of leading drafts for every request, every tier of 4 padded lanes."""
+    count = len(signals)
+    limits = limits[:count]
+    if not any(limits):
+        limits[0] = 1
+    tiers = list(range(4, 16))
+    chosen = policy(by_rows(dict(zip(range(4, 17), costs, strict=False))), 3, 4, tiers)
+    show(chosen, 0, {i + 1: s for i, s in enumerate(signals)})
+    plan = chosen.plan(view(1, count, rooms=[limit + 1 for limit in limits]))
+
+    chances = np.cumprod(np.array(signals, dtype=np.float32).astype(np.float64), axis=1)
+    best = {
+        rows: max(
+            count + sum(chances[i, :take].sum() for i, take in enumerate(taken))
+            for taken in itertools.product(*(range(limit + 1) for limit in limits))
+            if count + sum(taken) <= rows
+        )
+        for rows in range(4, 17)
+    }
+    scores = {rows: best[rows] / costs[rows - 4] for rows in range(4, 17)}
+    picked = 16 if plan.target_rows is None else plan.target_rows
+    assert scores[picked] == pytest.approx(max(scores.values()), rel=1e-9)
+    assert plan.predicted_ms == costs[picked - 4]
+
+
+# -- how far signals are believed -----------------------------------------------------------------
+
+
+def test_expected_tokens_are_corrected_by_what_was_accepted() -> None:
+    correction = Correction(2)
+    predicted = survivals(np.array([EASY, HARD], dtype=np.float32))
+    correction.observe([row(1, 2, 2), row(2, 2, 0)], predicted)
+    # Position 1: 1 accepted, 0.9 + 0.5 predicted. Position 2: 1 accepted, 0.72 + 0.2 predicted.
+    factors = [17 / 17.4, 17 / 16.92]
+    assert correction.factors == pytest.approx(factors)
+    corrected = correction.apply(predicted)
+    assert corrected[0] == pytest.approx([0.9 * factors[0], 0.72 * factors[1]])
+    assert corrected[1] == pytest.approx([0.5 * factors[0], 0.2 * factors[1]])
+
+
+def test_corrected_survivals_stay_probabilities_of_longer_and_longer_runs() -> None:
+    correction = Correction(2)
+    correction.observe([row(i, 2, 2) for i in range(64)], np.tile([0.25, 0.05], (64, 1)))
+    assert correction.factors == pytest.approx([80 / 32, 80 / 19.2])
+    assert correction.apply(np.array([[0.9, 0.8], [0.2, 0.15]])) == pytest.approx(
+        np.array([[1.0, 1.0], [0.5, 0.5]])  # 2.25 and 3.33 are cut to 1; 0.625 to the 0.5 before it
+    )
+
+
+def test_only_what_was_verified_and_decided_corrects() -> None:
+    correction = Correction(3)
+    rows = [
+        row(1, 2, 2, censored=True),  # kept 2, position 3 was not decided
+        row(2, 1, 0),  # asked for 1
+    ]
+    correction.observe(rows, np.full((2, 3), 0.5))
+    assert correction.factors == pytest.approx([17 / 17, 17 / 16.5, 1.0])
+
+
+def test_an_answer_that_ended_with_the_targets_token_failed_behind_it() -> None:
+    correction = Correction(3)
+    # Asked for 3, the first was refused and the token in its place ended the answer: 1 counts as verified.
+    ended = RowFeedback(1, proposed=1, admitted=3, verified=1, committed=1)
+    correction.observe([ended], np.full((1, 3), 0.5))
+    assert correction.factors == pytest.approx([16 / 16.5] * 3)
+
+
+def test_the_correction_remembers_400_rows() -> None:
+    correction = Correction(1)
+    for _ in range(20):
+        correction.observe([row(i, 1, 1) for i in range(40)], np.full((40, 1), 0.5))
+    assert correction.factors == pytest.approx([416 / 216])
+
+
+def test_overconfident_signals_lead_to_smaller_budgets() -> None:
+    costs = {1: 10.0, 2: 14.0, 3: 18.0}
+    chosen = policy(by_rows(costs), 2, 1, [1, 2])
+    tiers = []
+    for plan_id in range(80):
+        plan = chosen.plan(view(plan_id, 1))
+        tiers.append(3 if plan.target_rows is None else plan.target_rows)
+        drafts = tiers[-1] - 1
+        # 0.9 is promised, one of five is accepted.
+        done = [row(1, drafts, min(drafts, int(plan_id % 5 == 0)), proposed=2)]
+        chosen.observe(feedback(plan, done, signals=[[0.9, 0.9]]))
+    assert tiers[1] == 3 and set(tiers[60:]) == {1}
+    assert chosen.status()["signal_correction"][0] < 0.6
+
+
+# -- plain or not ---------------------------------------------------------------------------------
+
+
+def test_a_plain_round_is_one_more_candidate() -> None:
+    # Prior: 0.6, 0.36. Best with drafts 1.6 / 18 = 0.0889 (G = 2), plain 1 / 10.
+    plan = policy(by_rows({1: 17.0, 2: 18.0, 3: 26.0}, 10.0), 2, 1, [1, 2]).plan(view(0, 1))
+    assert (plan.draft_steps, plan.target_rows, plan.reason, plan.predicted_ms) == (0, None, "initial", 10.0)
+    # At 15 ms 1.6 / 15 = 0.1067; the new request itself counts 1 for the budget: 2 / 15, 3 / 26.
+    plan = policy(by_rows({1: 17.0, 2: 15.0, 3: 26.0}, 10.0), 2, 1, [1, 2]).plan(view(0, 1))
+    assert (plan.draft_steps, plan.target_rows, plan.reason, plan.predicted_ms) == (2, 2, "initial", 15.0)
+    forbidden = policy(by_rows({1: 17.0, 2: 18.0, 3: 26.0}, 10.0), 2, 1, [1, 2], allow_plain_rounds=False)
+    assert forbidden.plan(view(0, 1)).draft_steps == 2
+
+
+@pytest.mark.parametrize(("plain_ms", "switches"), [(11.025 / 1.05, False), (11.025 / 1.05 * 0.9999, True)])
+def test_between_plain_and_drafts_the_minimum_gain_holds(plain_ms: float, switches: bool) -> None:
+    # Prior: 1.6 tokens in 15 ms begin with drafts. Then signals of 0: 1 token in 11.025 ms, plain 5 % better.
+    # The first round leaves the average after 64 rounds.
+    chosen = policy(by_rows({1: 11.025, 2: 15.0, 3: 40.0}, plain_ms), 2, 1, [1, 2])
+    plans = []
+    for plan_id in range(101):
+        plans.append(chosen.plan(view(plan_id, 1)))
+        assert plan_id or (plans[0].draft_steps, plans[0].reason) == (2, "initial")
+        chosen.observe(feedback(plans[-1], [row(1, 0, 0, proposed=2)], signals=[[0.0, 0.0]]))
+    switched = [plan.plan_id for plan in plans if plan.reason == "switch"]
+    assert len(switched) == int(switches)
+    assert all(plan_id % 5 == 0 for plan_id in switched)  # looked at every five batches
+    assert plans[-1].draft_steps == (0 if switches else 2)
+
+
+def test_a_new_load_is_met_by_the_better_kind_without_a_minimum_gain() -> None:
+    # At 3 lanes plain rounds are 2 % better than rounds whose drafts all fail.
+    ms = {1: (50.0, 10.0), 3: (10.0, 10.2)}
+    costs = FakeCosts(lambda steps, requests, rows: ms[requests][1 if steps else 0])
+    chosen = TargetVerifyPolicy(costs, geometry(1, BucketGrid([1, 3])))
+    plans = []
+    for plan_id in range(11):
+        rows = (1,) if plan_id < 6 else (1, 2, 3)
+        plans.append(chosen.plan(view(plan_id, rows)))
+        done = [row(s, 0, 0, proposed=plans[-1].draft_steps) for s in rows]
+        signals = [[0.0]] * len(rows) if plans[-1].draft_steps else None
+        chosen.observe(feedback(plans[-1], done, signals=signals))
+    assert [plan.draft_steps for plan in plans] == [1] * 9 + [0] * 2  # new is what lasts four rounds
+    assert chosen.status()["switches"] == {"load": 1}
+
+
+def test_in_a_plain_spell_one_lucky_probe_does_not_decide() -> None:
+    costs = by_rows({1: 14.0, 2: 14.5, 3: 15.0}, 10.0)
+    chosen = policy(costs, 2, 1, [1, 2])
+    lows = 60
+    for plan_id in range(lows):
+        plan = chosen.plan(view(plan_id, 1))
+        chosen.observe(feedback(plan, [row(1, 0, 0, proposed=2)], signals=[[0.1, 0.1]]))
+    assert chosen.status()["mode"] == "plain"
+    plan = chosen.plan(view(lows, 1))
+    chosen.observe(feedback(plan, [row(1, 0, 0, proposed=2)], signals=[[1.0, 1.0]]))
+    modes = []
+    for plan_id in range(lows + 1, lows + 12):
+        plan = chosen.plan(view(plan_id, 1))
+        modes.append(plan.draft_steps if plan.reason != "probe" else 0)
+        chosen.observe(feedback(plan, [row(1, 0, 0)]))
+    assert set(modes) == {0}
+
+
+def test_probes_of_a_plain_spell_use_the_best_budget_that_verifies_a_draft() -> None:
+    # Prior 0.6, 0.36: 1.6 / 17.95, 1.96 / 25: the best telling tier is 2, 7.95 ms dearer: after 80 rounds.
+    chosen = policy(by_rows({1: 11.0, 2: 17.95, 3: 25.0}, 10.0), 2, 1, [1, 2])
+    plans = []
+    for plan_id in range(81):
+        plans.append(chosen.plan(view(plan_id, 1)))
+        chosen.observe(feedback(plans[-1], [row(1, 0, 0)]))
+    assert [n for n, plan in enumerate(plans) if plan.draft_steps] == [80]
+    assert (plans[80].target_rows, plans[80].reason, plans[80].predicted_ms) == (2, "probe", 17.95)
+
+
+def test_old_signals_give_way_to_what_the_request_showed_on_average() -> None:
+    # After 65 batches without signals of its own, request 1 counts (0.9 + 8 profile) / 9 instead of 0.9.
+    memory = SignalMemory(1)
+    memory.observe([1], np.array([[0.9]]), batch=1)
+    places = memory.places([1, 2])
+    assert memory.latest(places).tolist() == [[0.9], [1.0]]
+    assert memory.stale(places, 65)[0] == np.False_ and memory.stale(places, 66)[0] == np.True_
+    assert memory.typical(places, np.array([0.3])) == pytest.approx(np.array([[3.3 / 9], [0.3]]))
+
+
+# -- what is not covered --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "steps"), [("full_width", 2), ("plain", 0)])
+def test_without_measured_costs_the_rule_decides(rule: str, steps: int) -> None:
+    short = FakeCosts(by_rows({2: 10.0, 6: 20.0}).formula, lambda kv: kv <= 500)
+    plan = policy(short, 2, 2, [2], uncovered=rule).plan(view(0, 2, kv=501))
+    assert (plan.draft_steps, plan.target_rows, plan.reason, plan.predicted_ms) == (
+        steps,
+        None,
+        "uncovered_kv",
+        None,
+    )
+    plan = policy(by_rows({}), 2, 2, [2], uncovered=rule).plan(view(0, 2))
+    assert (plan.draft_steps, plan.target_rows, plan.reason) == (steps, None, "uncovered_bucket")
+
+
+def test_with_a_plain_cost_alone_rounds_are_plain() -> None:
+    plan = policy(by_rows({}, 10.0), 2, 2, [2]).plan(view(0, 2))
+    assert (plan.draft_steps, plan.reason, plan.predicted_ms) == (0, "initial", 10.0)
+
+
+def test_rounds_without_decode_rows_change_nothing() -> None:
+    chosen = policy(by_rows({2: 10.0, 6: 20.0}), 2, 2, [2])
+    plan = chosen.plan(view(0, 0, prefill_tokens=64))
+    assert (plan.draft_steps, plan.target_rows, plan.reason, plan.predicted_ms) == (
+        0,
+        None,
+        "prefill_only",
+        None,
+    )
+    chosen.observe(feedback(plan, [], prefill_only=True))
+    assert chosen.status()["decode_batches"] == 0
+    assert chosen.plan(view(1, 2)).reason == "initial"
+
+
+# -- memory and determinism -----------------------------------------------------------------------
+
+
+def test_sequences_that_left_are_forgotten() -> None:
+    chosen = policy(by_rows({2: 10.0, 3: 11.0, 6: 20.0}), 2, 2, [2, 3])
+    for plan_id in range(2500):
+        show(chosen, plan_id, {2 * plan_id: EASY, 2 * plan_id + 1: HARD})
+    assert chosen.status()["sequences_known"] <= 2 * 2 * 512
+    assert len(chosen._signals._latest) <= 4096
+
+
+def test_a_place_taken_over_starts_empty() -> None:
+    memory = SignalMemory(1)
+    memory.observe([1], np.array([[0.9]]), batch=1)
+    memory.touch([], batch=600)
+    assert len(memory) == 0 and memory.latest(memory.places([1])).tolist() == [[1.0]]
+    memory.observe([2], np.array([[0.1]]), batch=601)
+    assert memory.typical(memory.places([2]), np.array([0.1])) == pytest.approx(np.array([[0.1]]))
+
+
+def test_asked_again_it_says_the_same_and_learns_nothing() -> None:
+    costs = FakeCosts(lambda steps, requests, rows: 8.0 + requests + 0.5 * rows + 1.5 * steps)
+    lanes = BucketGrid([2, 4, 8])
+    geo = geometry(3, lanes, tiers={(b, 3): (b, 2 * b, 3 * b) for b in (2, 4, 8)})
+    ask, once = TargetVerifyPolicy(costs, geo), TargetVerifyPolicy(costs, geo)
+    rng = np.random.default_rng(1)
+    for number in range(300):
+        rows = 1 + number // 40
+        coming = view(number, rows)
+        ask.plan(view(number, 8, speculative=(False,) * 8))
+        ask.plan(view(number, 0, prefill_tokens=8))
+        ask.plan(view(number, 5))
+        plans = [ask.plan(coming), ask.plan(coming), once.plan(coming)]
+        assert plans[0] == plans[1] == plans[2]
+        drafts = plans[0].draft_steps
+        done = feedback(
+            plans[0],
+            [row(s, 0, 0, proposed=drafts) for s in coming.sequence_ids],
+            lanes=lanes.fit(rows).rows,
+            signals=rng.random((rows, 3)) * (0.3 if number < 150 else 1.0) if drafts else None,
+        )
+        ask.observe(done)
+        once.observe(done)
+    assert ask.status() == once.status()
+    assert once.status()["probes"] > 0 and once.status()["switches"]
+
+
+def test_status_is_json() -> None:
+    chosen = policy(by_rows({2: 10.0, 3: 12.0, 6: 19.0}, 30.0), 2, 2, [2, 3])
+    json.dumps(chosen.status(), allow_nan=False)
+    show(chosen, 0, {1: EASY, 2: HARD})
+    chosen.plan(view(1, 2))
+    told = json.loads(json.dumps(chosen.status(), allow_nan=False))
+    assert (told["control"], told["mode"], told["target_rows"]) == ("target_verify", "speculative", 3)
+    # Profile: (4 * 0.6 + 0.9 + 0.5) / 6 and (4 * 0.36 + 0.72 + 0.2) / 6; correction 1.
+    assert told["survival"] == pytest.approx([3.8 / 6, 2.36 / 6])
+    assert told["conditional_rates"] == pytest.approx([3.8 / 6, 2.36 / 3.8])

@@ -1,0 +1,137 @@
+"""From raw samples to curves: medians, least squares, and a table of exactly what was to be measured.
+
+Pure arithmetic on samples; sorted first, so their order never matters. Refuses rather than repairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from xspec.cost.model import LONGEST_ROUND_S, Additive, CostTable, Curve, Sample, Sps, bucket_groups
+from xspec.cost.settings import Effective, Point
+from xspec.errors import CalibrationError
+
+
+def fit_sps(samples: Sequence[Sample]) -> Sps:
+    """Steps per second by target rows. Buckets that share rows: their mean cost, as least squares has it."""
+    _check(samples)
+    by_rows: dict[int, list[float]] = {}
+    for sample in _sorted(samples):
+        by_rows.setdefault(sample.target_rows, []).append(sample.median_ms)
+    rows = sorted(by_rows)
+    return Sps(tuple(rows), tuple(1000.0 * len(by_rows[size]) / math.fsum(by_rows[size]) for size in rows))
+
+
+def fit_additive(samples: Sequence[Sample]) -> Additive:
+    """seconds = bias + alpha(requests) + theta(target rows) by ordinary least squares on the medians.
+
+    The gauge is alpha(first) = theta(first) = 0. CalibrationError if groups of request buckets share no
+    target rows: then what is alpha and what is theta cannot be told.
+    """
+    _check(samples)
+    cells = [(sample.requests, sample.target_rows) for sample in samples]
+    requests, rows = sorted({cell[0] for cell in cells}), sorted({cell[1] for cell in cells})
+    if len(groups := bucket_groups(cells)) > 1:
+        apart = " | ".join(", ".join(map(str, group)) for group in groups)
+        raise CalibrationError(
+            f"{len(set(cells))} points cannot determine {len(requests) + len(rows) - 1} additive costs: "
+            f"these groups of request buckets share no target rows: {apart}"
+        )
+    ordered = _sorted(samples)
+    design = np.zeros((len(ordered), len(requests) + len(rows) - 1))
+    design[:, 0] = 1.0
+    for line, sample in zip(design, ordered, strict=True):
+        if place := requests.index(sample.requests):
+            line[place] = 1.0
+        if place := rows.index(sample.target_rows):
+            line[len(requests) - 1 + place] = 1.0
+    seconds = np.array([sample.median_ms / 1000.0 for sample in ordered])
+    solution, *_ = np.linalg.lstsq(design, seconds, rcond=None)
+    bias, *parts = solution.tolist()
+    alpha, theta = parts[: len(requests) - 1], parts[len(requests) - 1 :]
+    curve = Additive(bias, tuple(requests), (0.0, *alpha), tuple(rows), (0.0, *theta))
+    for sample in ordered:
+        if curve.ms(sample.requests, sample.target_rows) is None:
+            raise CalibrationError(
+                f"the additive fit gives no positive cost for {_named(sample)}, measured at "
+                f'{sample.median_ms:g} ms: the samples do not add up; model "sps" needs no such form'
+            )
+    return curve
+
+
+def fit_table(effective: Effective, samples: Sequence[Sample], prefill_ms_per_token: float) -> CostTable:
+    """One curve for every (context, draft steps) of the settings, from samples of exactly their points.
+
+    Plain rounds have one target row a lane, so their cost is one over target rows under either model.
+    """
+    check_coverage(effective.points, samples)
+    curves: dict[tuple[int, int], Curve] = {}
+    for key in sorted({(sample.context, sample.draft_steps) for sample in samples}):
+        mine = [sample for sample in samples if (sample.context, sample.draft_steps) == key]
+        additive = effective.model == "additive" and key[1] > 0
+        curves[key] = fit_additive(mine) if additive else fit_sps(mine)
+    means = []
+    for index in range(len(effective.contexts)):
+        lengths = [sample.kv_length for sample in _sorted(samples) if sample.context == index]
+        means.append(math.fsum(lengths) / len(lengths))
+    return CostTable(effective.contexts, curves, tuple(means), prefill_ms_per_token)
+
+
+def check_coverage(points: Sequence[Point], samples: Sequence[Sample]) -> None:
+    """CalibrationError unless every point was measured once and nothing else was; it says what differs."""
+    found = Counter(Point(s.context, s.draft_steps, s.requests, s.target_rows) for s in samples)
+    wanted = set(points)
+    reasons = [f"not measured: {_named(point)}" for point in points if point not in found]
+    reasons += [f"not asked for: {_named(point)}" for point in found if point not in wanted]
+    reasons += [f"measured {count} times: {_named(point)}" for point, count in found.items() if count > 1]
+    if reasons:
+        shown = [*reasons[:12], f"and {len(reasons) - 12} more"] if len(reasons) > 12 else reasons
+        raise CalibrationError("the samples are not those of the calibration's points", shown)
+
+
+def relative_residuals(curve: Curve, samples: Sequence[Sample]) -> tuple[float, ...]:
+    """(fitted - measured) / measured of each sample, aligned; ValueError for one outside the curve."""
+    residuals = []
+    for sample in samples:
+        fitted = curve.ms(sample.requests, sample.target_rows)
+        if fitted is None:
+            raise ValueError(f"the curve says nothing of {_named(sample)}")
+        residuals.append(fitted / sample.median_ms - 1.0)
+    return tuple(residuals)
+
+
+def _check(samples: Sequence[Sample]) -> None:
+    if not samples:
+        raise CalibrationError("no samples to fit")
+    bad = [
+        f"{_named(sample)}: {', '.join(f'{ms:g}' for ms in sample.windows_ms) or 'no windows'}"
+        for sample in _sorted(samples)
+        if not sample.windows_ms or not all(0 < ms <= 1000 * LONGEST_ROUND_S for ms in sample.windows_ms)
+    ]
+    bad += [
+        f"{_named(sample)}: mean KV length {sample.kv_length:g}"
+        for sample in _sorted(samples)
+        if not (math.isfinite(sample.kv_length) and sample.kv_length > 0)
+    ]
+    if bad:
+        raise CalibrationError(
+            f"samples must be above 0 ms and at most {LONGEST_ROUND_S:g} s, at a positive KV length", bad
+        )
+
+
+def _sorted(samples: Sequence[Sample]) -> list[Sample]:
+    return sorted(
+        samples,
+        key=lambda s: (s.context, s.draft_steps, s.requests, s.target_rows, s.kv_length, s.windows_ms),
+    )
+
+
+def _named(place: Sample | Point) -> str:
+    return (
+        f"context {place.context}, {place.draft_steps} drafts, {place.requests} requests, "
+        f"{place.target_rows} target rows"
+    )

@@ -1,0 +1,202 @@
+"""Adaptive draft steps: one depth for the whole batch, by measured costs and what was accepted of late.
+
+Says what each depth is worth; `switching.py` says whether it may be taken, `ledger.py` what retired rounds
+add up to. docs/adaptive.md explains the rules and all constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xspec.core.round import RoundFeedback, SpeculationPlan
+from xspec.cost.model import Costs, CostsAt
+from xspec.policy.acceptance import PrefixRates
+from xspec.policy.base import PolicyView
+from xspec.policy.geometry import PolicyGeometry, draft_limits
+from xspec.policy.ledger import Ledger, Planned
+from xspec.policy.settings import DEFAULTS, DraftStepSettings
+from xspec.policy.switching import Held, Turns, choose, meet_load, scoring_due, start
+
+DEEP_PROBE_EVERY = 4
+"""Each fourth probe goes to the deepest depth: nothing else would ever look below the best alternative."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoad:
+    """What tokens and costs of a decode batch depend on.
+
+    `useful[i]`: requests that draft i + 1 can matter to.
+    """
+
+    rows: int
+    lanes: int
+    useful: Floats
+
+
+class DraftStepPolicy:
+    """Architecture decision 2: argmax over depths of expected tokens / measured ms, held against noise."""
+
+    name = "draft_step"
+
+    def __init__(
+        self, costs: Costs, geometry: PolicyGeometry, settings: DraftStepSettings = DEFAULTS
+    ) -> None:
+        self._costs = costs
+        self._geometry = geometry
+        self._settings = settings
+        self._positions = np.arange(1, geometry.draft_width + 1)
+        self._rates = PrefixRates(geometry.draft_width, settings.window_size)
+        self._ledger: Ledger[BatchLoad] = Ledger()
+        self._turns = Turns()
+        self._last: SpeculationPlan | None = None
+
+    def plan(self, view: PolicyView) -> SpeculationPlan:
+        held = self._turns.begin(view.plan_id)
+        self._ledger.plan(view.plan_id, None)
+        self._last = self._decide(view, held) if view.sequence_ids else self._plan(view, 0, "prefill_only")
+        return self._last
+
+    def observe(self, feedback: RoundFeedback) -> None:
+        """Credited to the depth that `feedback.plan` ran, whatever is held by now: rates are by position."""
+        if self._ledger.retire(feedback):
+            self._rates.observe(feedback.rows)
+
+    def status(self) -> dict[str, Any]:
+        held, last = self._turns.held, self._last
+        return {
+            "control": self.name,
+            "draft_steps": None if held is None else held.choice,
+            "predicted_ms": None if last is None else last.predicted_ms,
+            "reason": None if last is None else last.reason,
+            "survival": self._rates.prefix().tolist(),
+            "conditional_rates": self._rates.conditional().tolist(),
+            "dwell_ms": 0.0 if held is None else held.dwell_ms,
+            **self._ledger.counts(),
+        }
+
+    # -- one round ----------------------------------------------------------------------------
+
+    def _decide(self, view: PolicyView, held: Held | None) -> SpeculationPlan:
+        load = self._load(view)
+        at = self._costs.at(view.kv_bounds)
+        if not load.useful.any():  # the round is plain whatever is planned
+            return self._decode(view, load, 0, "nothing_to_draft", at)
+        if at is None:
+            return self._decode(view, load, self._geometry.uncovered_steps, "uncovered_kv", at)
+        costs_ms = self._costs_ms(at, load.lanes)
+        if np.isnan(costs_ms).all():
+            return self._decode(view, load, self._geometry.uncovered_steps, "uncovered_bucket", at)
+        held, reason, cause = self._hold(view, held, load, at, costs_ms)
+        depth = held.choice
+        if cause is None and (probe := self._probe(held, load, at, costs_ms)) is not None:
+            held = replace(held, probes=held.probes + 1, probe_id=view.plan_id)
+            depth, reason = probe, "probe"
+        self._turns.held = held
+        planned = Planned(
+            rows=load.rows,
+            load=load,
+            probe_ms=max(0.0, float(costs_ms[depth] - costs_ms[held.choice])),
+            probe_cap_ms=float(np.nanmax(costs_ms[held.choice :]) - costs_ms[held.choice]),
+            cause=cause,
+        )
+        return self._decode(view, load, depth, reason, at, planned)
+
+    def _hold(
+        self, view: PolicyView, held: Held | None, load: BatchLoad, at: CostsAt, costs_ms: Floats
+    ) -> tuple[Held, str, str | None]:
+        """The choice to hold, the reason of the plan and, if the choice changed, the cause."""
+        now = self._ledger.moment(view.plan_id, load.rows, load.lanes, held)
+        if held is None:
+            scores = self._scores(now.plan_id, load, at, costs_ms)
+            return start(int(np.nanargmax(scores)), now), "initial", None
+        held = meet_load(held, now)
+        covered = not np.isnan(costs_ms[held.choice])
+        if covered and not scoring_due(held, now, self._settings.update_interval):
+            return held, "hold", None
+        scores = self._scores(held.load_id, load, at, costs_ms)
+        held, cause = choose(held, now, scores, self._settings.switch_min_gain)
+        return held, "hold" if cause is None else "switch", cause
+
+    def _probe(self, held: Held, load: BatchLoad, at: CostsAt, costs_ms: Floats) -> int | None:
+        """The deeper depth to look at now, if one is due and the allowance pays it.
+
+        One at a time: the next waits until this one retired.
+        """
+        ledger = self._ledger
+        extra_ms = costs_ms - costs_ms[held.choice]
+        extra_ms[: held.choice + 1] = np.nan
+        extra_ms[1:][load.useful == 0.0] = np.nan
+        if held.probe_id > ledger.retired_id or np.isnan(extra_ms).all():
+            return None
+        if np.nanmin(extra_ms) > ledger.allowance_ms:
+            return None
+        if held.probes % DEEP_PROBE_EVERY == DEEP_PROBE_EVERY - 1:
+            depth = int(np.flatnonzero(~np.isnan(extra_ms))[-1])
+        else:
+            scores = self._scores(held.load_id, load, at, costs_ms)
+            depth = int(np.nanargmax(np.where(np.isnan(extra_ms), np.nan, scores)))
+        return depth if extra_ms[depth] <= ledger.allowance_ms else None
+
+    # -- worth --------------------------------------------------------------------------------
+
+    def _scores(self, since_id: int, load: BatchLoad, at: CostsAt, costs_ms: Floats) -> Floats:
+        """Tokens per ms at every depth 0 .. K (NaN: no choice), of this batch and recent ones of its load.
+
+        (sum of rows + sum over i <= depth of useful_i P_i) / sum of cost_ms, sums over batches; the others
+        cost what they would at this batch's KV lengths. At a steady load that is the objective of the
+        document.
+        """
+        by_lanes: dict[int, list[BatchLoad]] = {load.lanes: [load]}
+        for batch in self._ledger.recent(since_id):
+            by_lanes.setdefault(batch.lanes, []).append(batch)
+        total_ms, rows, useful = np.zeros_like(costs_ms), 0, np.zeros_like(load.useful)
+        for lanes, batches in by_lanes.items():
+            ms = costs_ms if lanes == load.lanes else self._costs_ms(at, lanes)
+            if np.isnan(ms[~np.isnan(costs_ms)]).any():
+                continue  # cannot be compared at every choice of this batch
+            total_ms += len(batches) * ms
+            rows += sum(batch.rows for batch in batches)
+            useful += np.sum([batch.useful for batch in batches], axis=0)
+        tokens = rows + np.concatenate(([0.0], np.cumsum(useful * self._rates.prefix())))
+        return np.asarray(tokens / (total_ms + 0.0 * costs_ms))  # NaN where this batch has no cost
+
+    def _costs_ms(self, at: CostsAt, lanes: int) -> Floats:
+        """Round cost at every depth 0 .. K; NaN where it is not measured or not allowed."""
+        least = 0 if self._settings.allow_plain_rounds else 1
+        costs = [
+            at.round_ms(depth, lanes, lanes * (depth + 1)) if depth >= least else None
+            for depth in range(self._geometry.draft_width + 1)
+        ]
+        return np.array([np.nan if ms is None else ms for ms in costs], dtype=np.float64)
+
+    def _load(self, view: PolicyView) -> BatchLoad:
+        rows = len(view.sequence_ids)
+        limits = draft_limits(view, self._geometry.draft_width)
+        useful = (limits[:, None] >= self._positions).sum(axis=0).astype(np.float64)
+        return BatchLoad(rows=rows, lanes=self._geometry.lanes.fit(rows).rows, useful=useful)
+
+    # -- plans --------------------------------------------------------------------------------
+
+    def _decode(
+        self,
+        view: PolicyView,
+        load: BatchLoad,
+        depth: int,
+        reason: str,
+        at: CostsAt | None,
+        planned: Planned[BatchLoad] | None = None,
+    ) -> SpeculationPlan:
+        self._ledger.plan(view.plan_id, planned or Planned(rows=load.rows))
+        ms = None if at is None else at.round_ms(depth, load.lanes, load.lanes * (depth + 1))
+        return self._plan(view, depth, reason, ms)
+
+    def _plan(self, view: PolicyView, depth: int, reason: str, ms: float | None = None) -> SpeculationPlan:
+        return SpeculationPlan(
+            plan_id=view.plan_id, policy=self.name, draft_steps=depth, reason=reason, predicted_ms=ms
+        )

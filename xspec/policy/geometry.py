@@ -1,0 +1,53 @@
+"""What an adaptive policy knows of the engine: the sizes rounds are padded to. No device, no costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xspec.core.shapes import BucketGrid, TargetTiers
+from xspec.errors import ConfigError
+from xspec.policy.base import PolicyView
+
+UNCOVERED = ("full_width", "plain")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyGeometry:
+    """`lanes`: request buckets; `tiers`: verify rows by bucket; `draft_width`: K, most drafts of a request.
+
+    `uncovered`: what a round without measured costs runs, "full_width" (K drafts, all verified) or "plain".
+    ConfigError for anything else.
+    """
+
+    lanes: BucketGrid
+    tiers: TargetTiers
+    draft_width: int
+    uncovered: str
+
+    def __post_init__(self) -> None:
+        if self.draft_width < 1:
+            raise ConfigError(f"draft_width is {self.draft_width}; an adaptive policy needs at least 1 draft")
+        if self.uncovered not in UNCOVERED:
+            raise ConfigError(f"uncovered is {self.uncovered!r}; allowed: {', '.join(UNCOVERED)}")
+
+    @property
+    def uncovered_steps(self) -> int:
+        """Drafts of a round without measured costs."""
+        return self.draft_width if self.uncovered == "full_width" else 0
+
+
+def draft_limits(view: PolicyView, width: int) -> NDArray[np.int64]:
+    """Drafts of each decode row that can matter, 0 .. `width`. [rows]
+
+    None where drafts may not be verified, and room - 1 at most: the token that fills a sequence is the
+    target's.
+    """
+    limits = np.full(len(view.sequence_ids), width, dtype=np.int64)
+    if view.rooms:
+        limits = np.minimum(np.maximum(np.array(view.rooms, dtype=np.int64) - 1, 0), width)
+    if view.speculative:
+        limits[~np.array(view.speculative, dtype=np.bool_)] = 0
+    return limits
