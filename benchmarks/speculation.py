@@ -34,14 +34,14 @@ from xspec_cli.benchlib.load import AskOptions, Level
 from xspec_cli.benchlib.mix import load_mix, parse_mix
 from xspec_cli.benchlib.phases import parse_phases
 from xspec_cli.benchlib.plan import PlanOptions, Run, Turn, compare, run_turns, warm_level
-from xspec_cli.benchlib.prompts import Prompt, load_prompts
+from xspec_cli.benchlib.prompts import Prompt, halves, load_prompts
 from xspec_cli.benchlib.report import check_output, document, failures, write_document
 from xspec_cli.benchlib.tables import (
     acceptance_lines,
     class_tables,
     phase_tables,
     policy_tables,
-    verdict_lines,
+    verdict_tables,
 )
 from xspec_cli.benchlib.worker import Worker
 from xspec_cli.progress import set_up_output
@@ -115,9 +115,15 @@ class Files:
         return flags
 
 
-def flags_of(setup: Setup, args: argparse.Namespace, clients: int, files: Files) -> dict[str, Any]:
-    """Flags of the engine of one setup; `clients`: most requests at once."""
+def flags_of(
+    setup: Setup, args: argparse.Namespace, clients: int, files: Files, width: int = -1
+) -> dict[str, Any]:
+    """Flags of the engine of one setup.
+
+    `clients`: most requests at once; `width`: drafts that a drafter is loaded for which never drafts.
+    """
     flags: dict[str, Any] = {
+        "model": args.model,
         "max_seqs_per_batch": clients,
         "enable_prefix_cache": False,
         "max_model_len": args.max_model_len,
@@ -130,7 +136,7 @@ def flags_of(setup: Setup, args: argparse.Namespace, clients: int, files: Files)
         return flags
     drafter = args.mtp if setup.algorithm == "MTP" else args.dspark
     flags |= {"speculative_algorithm": setup.algorithm, "draft_model": drafter}
-    flags["num_speculative_tokens"] = setup.steps or -1  # plain rounds still load the drafter
+    flags["num_speculative_tokens"] = setup.steps or width
     if setup.control is not None:
         return flags | {f"enable_adaptive_{setup.control}": True} | files.flags(setup)
     if setup.plain or setup.verify is not None:
@@ -192,6 +198,8 @@ def measure(setups: Sequence[Setup], plan: PlanOptions, args: argparse.Namespace
     clients = max(warm_level(level).concurrency or 1 for level in plan.levels)
     ask = AskOptions(args.max_tokens, args.temperature, args.ignore_eos, args.chat)
     prompts = prompts_of(args)
+    if plan.hindsight:
+        halves(prompts)  # refused before any engine is built
     progress = set_up_output(args.log_level, sys.stderr)
     contenders: list[Contender] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -199,7 +207,9 @@ def measure(setups: Sequence[Setup], plan: PlanOptions, args: argparse.Namespace
         try:
             for number, setup in enumerate(setups):  # one after the other: costs are measured in quiet
                 progress("engines", number, len(setups))
-                worker = Worker(flags_of(setup, args, clients, files), ask, log_level=args.log_level)
+                width = max(other.steps for other in setups if other.algorithm == setup.algorithm) or -1
+                flags = flags_of(setup, args, clients, files, width)
+                worker = Worker(flags, ask, log_level=args.log_level)
                 contenders.append(Contender(setup.name, worker))
             progress("engines", len(setups), len(setups))
             return asyncio.run(run_turns(contenders, prompts, plan, progress, turn))
@@ -226,7 +236,7 @@ def main(args: argparse.Namespace) -> int:
         acceptance_lines(runs, plan, names),
         phase_tables(runs, plan, names),
         class_tables(runs, plan, names) if args.mix else "",
-        verdict_lines(found),
+        verdict_tables(found),
     )
     print("\n\n".join(filter(None, tables)))
     if args.output:
@@ -253,6 +263,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mix", default="", help="as in xspec bench, instead of --prompts")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--config", action="append", required=True, help="the first is the base")
+    parser.add_argument("--model", default="", help="empty: the embedded one")
     parser.add_argument("--mtp", default="", help="MTP drafter; empty: the shipped one")
     parser.add_argument("--dspark", default="", help="DSpark drafter; empty: the shipped one")
     parser.add_argument("--tables", default="", help="folder of cost tables; empty: measured anew every time")

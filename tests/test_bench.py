@@ -588,6 +588,7 @@ async def test_two_servers_are_measured_and_compared(
     output = tmp_path / "result.json"
     async with serving(fast, slow) as (first, second):
         words = [f"--url={first}", f"--url={second}", "--concurrency=1,3", "--num_prompts=4", "--rounds=2"]
+        words.append("--settle_s=0")
         code = await bench_main(*words, "--warmup=1", "--max_tokens=16", "--ignore_eos", f"--output={output}")
     assert code == 0
     assert len(fast.bodies) == len(slow.bodies) == 2 * (1 + 2 * 4)

@@ -39,7 +39,7 @@ from xspec_cli.benchlib.policies import IDLE_TRIES, contest, policy_targets
 from xspec_cli.benchlib.prompts import Prompt, halves
 from xspec_cli.benchlib.rounds import RoundFigures, RoundLog, round_figures
 from xspec_cli.benchlib.samples import Sample, figures
-from xspec_cli.benchlib.tables import phase_tables, policy_tables, same_text, verdict_lines
+from xspec_cli.benchlib.tables import phase_tables, policy_tables, same_text, verdict_tables
 from xspec_cli.flags_resolve import Launch, resolve
 
 ASK = AskOptions(max_tokens=8, temperature=0.0, ignore_eos=False, chat=True)
@@ -165,6 +165,10 @@ def test_hindsight_gives_odd_and_even_rounds_different_prompts() -> None:
 @given(classes=st.lists(st.sampled_from("abc"), max_size=30))
 def test_halves_share_no_prompt_and_split_every_class(classes: list[str]) -> None:
     prompts = [Prompt(text=str(index), traffic=name) for index, name in enumerate(classes)]
+    if len(set(classes)) == len(classes):
+        with pytest.raises(ConfigError, match=f"{len(classes)} prompts are too few"):
+            halves(prompts)
+        return
     first, second = halves(prompts)
     assert sorted([*first, *second], key=lambda prompt: int(prompt.text or "")) == prompts
     for name in "abc":
@@ -261,10 +265,13 @@ def test_verdicts_at_one_level() -> None:
     assert across.ratio.median == pytest.approx((1.1 + 1.98) / 2)
     assert (plain.claim, plain.baseline, plain.chosen) == ("no speculation", ("fixed:0",), "")
     assert plain.ratio.median == pytest.approx((0.99 + 1.98) / 2)
-    assert verdict_lines([same]) == (
-        "concurrency 8: adaptive / the best fixed (fixed:2; chosen on the same rounds) = "
-        "1.100 (1.100 to 1.100), 4 pairs"
-    )
+    assert verdict_tables(found).splitlines() == [
+        "concurrency 8: adaptive, 4 pairs",
+        "  over            chosen on the same rounds        chosen on the other half",
+        "  the best fixed  1.100 (1.100 to 1.100)  fixed:2  1.540 (1.100 to 1.980)  fixed:2, fixed:0",
+        "  no speculation  1.485 (0.990 to 1.980)  fixed:0",
+    ]
+    assert verdict_tables([]) == ""
     assert len(verdicts(runs, [EIGHT], SIDES, hindsight=False, seed=0)) == 2
 
 
@@ -303,8 +310,9 @@ def test_verdicts_on_phases() -> None:
     assert told["the best fixed of the phase", 1].baseline == ("fixed:0",)
     assert told["no speculation", 0].ratio.median == pytest.approx(1.95)
     assert {phase for claim, phase in told if claim == "no speculation"} == {None, 0, 1}
-    (line,) = verdict_lines([told["no speculation", 1]]).splitlines()
-    assert line.startswith("phase 2 (32:30): adaptive / no speculation (fixed:0) = 1.0")
+    shown = verdict_tables([told["no speculation", 1]]).splitlines()
+    assert shown[0] == "phases 1:10,32:30: adaptive, 2 pairs"
+    assert shown[2] == "  phase 2 (32:30), no speculation  1.000 (0.990 to 1.010)  fixed:0"
     # the other round chooses: the same policies here, so the same ratios
     both = verdicts(phase_runs(), [PHASES], SIDES, hindsight=True, seed=0)
     across = [v for v in both if v.chosen == OTHER_HALF and v.claim == oracle.claim]
@@ -407,10 +415,10 @@ def test_policies_on_the_command_line(
     shown = capsys.readouterr().out
     assert "concurrency 1, median of 2 rounds\n  policy " in shown
     # three answers of 8 tokens, one after the other, in 2, 3 and 8 steps each
-    assert (
-        "concurrency 1: adaptive / the best fixed (fixed:2; chosen on the other half) = 1.500 (1.5" in shown
-    )
-    assert "concurrency 1: adaptive / no speculation (fixed:0) = 4.000 (4.000 to 4.000), 2 pairs" in shown
+    assert "concurrency 1: adaptive, 2 pairs\n" in shown
+    ratio = "1.500 (1.500 to 1.500)  fixed:2"
+    assert f"  the best fixed  {ratio}  {ratio}\n" in shown
+    assert "  no speculation  4.000 (4.000 to 4.000)  fixed:0\n" in shown
     kept = json.loads(output.read_bytes())
     assert [target["name"] for target in kept["targets"]] == ["adaptive", "fixed:0", "fixed:2"]
     assert len(kept["verdicts"]) == 2 * 3 and len(kept["comparisons"]) == 2 * 2
@@ -425,9 +433,13 @@ def test_phases_on_the_command_line(engine: PolicyEngine, capsys: pytest.Capture
     assert bench.main(words) == 0
     shown = capsys.readouterr().out
     assert "phases 1:20.5,3:20.5\n  policy" in shown and "by phase\n" in shown
-    assert "phases 1:20.5,3:20.5: adaptive / the oracle of all phases (plain, plain;" in shown
     # a client gets 4 tokens a second, or 1
-    assert "phase 2 (3:20.5): adaptive / no speculation (plain) = 4.000 (4.000 to 4.000), 1 pairs" in shown
+    table = shown.partition("phases 1:20.5,3:20.5: adaptive, 1 pairs")[2].splitlines()
+    assert [line.partition("  (")[0].split("  ")[1] for line in table if "4.000 (4.000 to" in line] == [
+        "the best single fixed", "the oracle of all phases",
+        "phase 1 (1:20.5), the best fixed of the phase", "phase 2 (3:20.5), the best fixed of the phase",
+        "no speculation", "phase 1 (1:20.5), no speculation", "phase 2 (3:20.5), no speculation",
+    ]  # fmt: skip
 
 
 def job(*words: str) -> bench.Job:
@@ -466,6 +478,13 @@ def test_what_the_flags_mean() -> None:
 )
 def test_refused_command_lines(words: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
+        job(*words)
+
+
+def test_hindsight_needs_two_halves(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("only one\n")
+    words = ["--policies=plain,adaptive", "--hindsight", "--rounds=2", f"--prompts={tmp_path}/p.txt"]
+    with pytest.raises(ConfigError, match="1 prompts are too few"):
         job(*words)
 
 

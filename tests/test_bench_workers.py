@@ -72,8 +72,8 @@ def flags(text: str, files: Files, *words: str) -> dict[str, Any]:
 
 def test_flags_of_fixed_widths(tables: Files) -> None:
     base = {
-        "max_seqs_per_batch": 32, "enable_prefix_cache": False, "max_model_len": 2048, "random_seed": 1,
-        "max_cache_size": 400 * 2**20, "dtype": "auto", "num_speculative_tokens": 0,
+        "model": "", "max_seqs_per_batch": 32, "enable_prefix_cache": False, "max_model_len": 2048,
+        "random_seed": 1, "max_cache_size": 400 * 2**20, "dtype": "auto", "num_speculative_tokens": 0,
     }  # fmt: skip
     assert flags("none", tables) == base
     mtp = base | {"speculative_algorithm": "MTP", "draft_model": ""}

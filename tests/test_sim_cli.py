@@ -226,6 +226,7 @@ def test_a_width_that_was_not_measured_is_shown_as_such(
         (["--acceptance=0.5,0.5,0.5"], "give --phases=clients:seconds,... or --rate"),
         (["--acceptance=0.5,0.5,0.5", "--phases=1:1", "--rate=2"], "exclude each other"),
         (["--acceptance=0.5,0.5,0.5", "--phases=1:1", "--seconds=2"], "only read with --rate"),
+        (["--acceptance=0.5,0.5,0.5", "--rate=1e9"], "too many requests to simulate"),
         (["--acceptance=0.5,0.5,0.5", "--phases=1"], "'1'; allowed: clients:seconds"),
         (["--acceptance=0.5,0.5,0.5", "--phases=0:5"], "'0:5'; allowed: clients:seconds"),
         (["--acceptance=0.5,0.5,0.5", "--phases=1:0"], "'1:0'; allowed: clients:seconds"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_costs import CpuCosts, engine
 
-from xspec.core.round import RoundFeedback, SpeculationPlan
+from xspec.core.round import DecodeRow, RoundFeedback, SpeculationPlan
 from xspec.core.shapes import BucketGrid, TargetTiers
 from xspec.errors import ConfigError
 from xspec.policy.base import PolicyView
@@ -222,8 +223,6 @@ def test_the_last_tokens_room_caps_a_budget() -> None:
     chances = np.ones((3, 2))
     device.take(7, SimRequest((0, 0, 0), "all", 4, 3, (2, 2, 2), chances, chances.astype(np.float32)))
     device.residents[7].tokens = 5  # 1 of 3 answered: room for 2, so one draft
-    from xspec.core.round import DecodeRow
-
     row = DecodeRow(row=1, sequence_id=7, kv_bound=8, verify=2)
     assert device.caps([row]) == [1]
     device.residents[7].tokens = 7
@@ -255,6 +254,14 @@ def test_a_world_that_does_not_fit_the_engine_is_refused() -> None:
         simulate(world, CpuCosts(), engine(width=2), lambda device: FixedPolicy(1))
     with pytest.raises(ConfigError, match="5 tokens are drafted, but acceptance is given for 2"):
         simulate(world, CpuCosts(), engine(width=5), lambda device: FixedPolicy(1))
+
+
+def test_a_prompt_that_can_never_be_planned_is_refused() -> None:
+    population = Synthetic((Difficulty("all", (0.5, 0.5)),), prompt_tokens=(600, 600))
+    world, shape = World(population, ClosedLoad((Phase(1, 1.0),)), 0), engine(width=2)
+    limits = dataclasses.replace(shape.limits, chunked_prefill=False)
+    with pytest.raises(ConfigError, match="a prompt must fit into one batch"):
+        simulate(world, CpuCosts(), dataclasses.replace(shape, limits=limits), lambda device: FixedPolicy(1))
 
 
 def test_more_arrivals_than_seats_wait_and_are_all_answered() -> None:

@@ -27,7 +27,7 @@ from xspec_cli.benchlib.mix import load_mix, parse_mix
 from xspec_cli.benchlib.phases import parse_phases
 from xspec_cli.benchlib.plan import PlanOptions, Run, compare, run_plan
 from xspec_cli.benchlib.policies import check_policies, contest, policy_targets
-from xspec_cli.benchlib.prompts import Prompt, load_prompts
+from xspec_cli.benchlib.prompts import Prompt, halves, load_prompts
 from xspec_cli.benchlib.report import (
     check_output,
     comparison_lines,
@@ -41,7 +41,7 @@ from xspec_cli.benchlib.tables import (
     class_tables,
     phase_tables,
     policy_tables,
-    verdict_lines,
+    verdict_tables,
 )
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
 from xspec_cli.gflags import parse_value
@@ -100,8 +100,8 @@ def job_of(launch: Launch) -> Job:
     chat = launch.value("chat")
     warmup = launch.value("warmup")
     prompts = prompts_of(launch)
-    if launch.value("hindsight") and len(prompts) < 2:
-        raise ConfigError("--hindsight: allowed: with at least two prompts, half of them to choose by")
+    if launch.value("hindsight"):
+        halves(prompts)
     return Job(
         urls=urls,
         prompts=prompts,
@@ -237,7 +237,7 @@ def run(job: Job, launch: Launch, progress: Progress) -> int:
         acceptance_lines(runs, job.plan, names) if job.contest is not None else "",
         phase_tables(runs, job.plan, names),
         class_tables(runs, job.plan, names) if job.mixed else "",
-        verdict_lines(found),
+        verdict_tables(found),
     )
     print("\n\n".join(filter(None, tables)))
     if job.output:

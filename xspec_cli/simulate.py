@@ -48,6 +48,7 @@ COMMAND = Command(
 )
 log = logging.getLogger(__name__)
 MAX_CLIENTS = 4096
+MAX_ARRIVALS = 100_000
 SYNTHETIC = (
     "acceptance_spread",
     "burst_tokens",
@@ -234,6 +235,11 @@ def load_of(launch: Launch, recorded: Load | None, classes: int) -> Load:
     if phases:
         return ClosedLoad(tuple(_phase(text, classes) for text in phases))
     if rate:
+        if rate * float(launch.value("seconds")) > MAX_ARRIVALS:
+            raise ConfigError(
+                f"--rate={rate:g} for --seconds={launch.value('seconds'):g} are too many requests to "
+                f"simulate; allowed: {MAX_ARRIVALS} on average"
+            )
         return OpenLoad.poisson(rate, float(launch.value("seconds")), launch.value("seed"))
     if recorded is None:
         raise ConfigError("give --phases=clients:seconds,... or --rate=REQUESTS_PER_S: when requests come")

@@ -18,7 +18,7 @@ from xspec.calib.cache import cache_path, keep, read_cached
 from xspec.calib.choose import Adaptation
 from xspec.calib.fingerprint import Fingerprint, fingerprint
 from xspec.calib.probe import probe
-from xspec.calib.quality import describe, quality_of
+from xspec.calib.quality import describe, disturbances, quality_of
 from xspec.calib.service import Service, service_of
 from xspec.config import Config
 from xspec.cost.bundle import Bundle, check_output, effective_json, read_bundle, write_bundle
@@ -150,7 +150,14 @@ def _load_or_calibrate(engine: _Engine, progress: Progress) -> Calibrated:
         return Calibrated(bundle.table, source, bundle)
     measured = _measured(engine, effective, notes, progress)
     assert measured.bundle is not None
-    keep(path, measured.bundle)
+    if busy := disturbances(measured.bundle):
+        log.warning(
+            "something else ran on the machine while costs were measured (%s%s): they are not kept, and how "
+            "much is speculated may be chosen badly until the next start", "; ".join(busy[:3]),
+            f"; and {len(busy) - 3} more" if len(busy) > 3 else "",
+        )  # fmt: skip
+    else:
+        keep(path, measured.bundle)
     return measured
 
 

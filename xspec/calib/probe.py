@@ -14,6 +14,7 @@ from itertools import groupby
 
 from xspec.calib.bar import Bar, work_of
 from xspec.calib.crew import Crew
+from xspec.calib.quality import DISTURBED
 from xspec.calib.service import ProbePolicy, Service
 from xspec.core.request import FinishReason
 from xspec.core.round import RoundFeedback
@@ -61,9 +62,10 @@ def probe(service: Service, effective: Effective, progress: Progress) -> Measure
     until the next bucket's number is there. Inside a bucket all points get their first window, then all their
     second, and so on, so that growing KV and a noisy machine meet all of them alike. Not counted are
     `warmup_steps` rounds before a point's first window (at least one), one before each later window, and
-    rounds that end with nothing submitted behind them. A window is the mean of `window_steps` intervals
-    between retirements. Prompts are read afresh before a window that would surely leave the context's KV
-    lengths, or that model or cache might not hold if every draft were accepted.
+    rounds that end with nothing submitted behind them. A window is the median of `window_steps` intervals
+    between retirements. Where the median window of a point lies 20 % above its fastest, the slowest is
+    measured again, as often as there are windows. Prompts are read afresh before a window that would surely
+    leave the context's KV lengths, or that model or cache might not hold if every draft were accepted.
 
     `prefill_ms_per_token` is that of rounds of nothing but prompts that followed another such round, all
     tokens of a filling together; the median of the fillings.
@@ -128,6 +130,16 @@ class _Run:
                 taken.append(_Window())
                 skipped = max(1, self._effective.warmup_steps) if turn == 0 else 1
                 self._take(point, taken[-1], skipped)
+        for _ in range(self._effective.windows_per_point):
+            self._drain()
+            for point, taken in windows.items():
+                if _sample(point, taken).spread <= DISTURBED:
+                    continue
+                taken.remove(max(taken, key=lambda window: statistics.median(window.intervals_ms)))
+                taken.append(_Window())
+                rounds = 1 + self._effective.window_steps
+                self._bar.extend(rounds * work_of(1, point.target_rows))
+                self._take(point, taken[-1], skipped=1)
 
     def _take(self, point: Point, window: _Window, skipped: int) -> None:
         rounds = skipped + self._effective.window_steps
@@ -289,7 +301,7 @@ def _sample(point: Point, windows: Sequence[_Window]) -> Sample:
         target_rows=point.target_rows,
         context=point.context,
         kv_length=statistics.fmean(length for window in windows for length in window.kv_lengths),
-        windows_ms=tuple(statistics.fmean(window.intervals_ms) for window in windows),
+        windows_ms=tuple(statistics.median(window.intervals_ms) for window in windows),
     )
 
 

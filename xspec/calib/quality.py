@@ -10,8 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from xspec.cost.bundle import Bundle
 from xspec.cost.fit import relative_residuals
 from xspec.cost.model import CostTable, Sample, monotone_violations
+
+DISTURBED = 0.2
+"""A larger spread of a point's windows says that something else ran on the machine."""
+
+TOLERATED = 0.1
+"""Share of points that may be disturbed so in a table that is kept."""
+
+FALL = 0.25
+"""A larger fall of costs with more rows is no kernel's doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,26 @@ def quality_of(table: CostTable, samples: Sequence[Sample]) -> Quality:
             where = f"context {context}, {steps} draft steps"
             falls.append(f"{where}: {dearest[0]} rows cost {dearest[1]:.2f} ms, {cheaper}")
     return Quality(tuple(residuals), tuple(falls))
+
+
+def disturbances(bundle: Bundle) -> list[str]:
+    """What other work on the machine must have done to a measured table, in words; empty where it is sound.
+
+    Costs that fall by more than a quarter with more rows, and points whose median window lies more than a
+    fifth above the fastest, if they are more than a tenth of all points.
+    """
+    found = []
+    for (context, steps), curve in sorted(bundle.table.curves.items()):
+        for few, more, dear, cheap in monotone_violations(curve, tolerance=FALL):
+            where = f"{steps} draft steps, context {context}"
+            found.append(f"{where}: {few} rows cost {dear:.1f} ms and {more} rows {cheap:.1f} ms")
+    uneven = [sample for sample in bundle.samples if sample.spread > DISTURBED]
+    if len(uneven) > TOLERATED * len(bundle.samples):
+        found += [
+            f"{describe(sample)}: windows of {min(sample.windows_ms):.1f} to {max(sample.windows_ms):.1f} ms"
+            for sample in uneven
+        ]
+    return found
 
 
 def describe(sample: Sample) -> str:

@@ -8,6 +8,7 @@ costs are measured or saved.
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,13 +51,16 @@ class Sample:
     target_rows: int  # padded verify rows
     context: int  # index of the context interval
     kv_length: float  # mean KV length of the requests while it was measured
-    windows_ms: tuple[float, ...]  # mean round of each window
+    windows_ms: tuple[float, ...]  # median round of each window
 
     @property
     def median_ms(self) -> float:
-        ordered = sorted(self.windows_ms)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return statistics.median(self.windows_ms)
+
+    @property
+    def spread(self) -> float:
+        """How far the median window lies above the fastest, relative: what else runs only ever slows."""
+        return self.median_ms / min(self.windows_ms) - 1.0
 
 
 @dataclass(frozen=True, slots=True)

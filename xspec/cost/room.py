@@ -39,6 +39,10 @@ class Room:
     def progress_tokens(self) -> int:
         return (self._rounds + self._geometry.slots) * self._per_round
 
+    def lasts(self, context: ContextInterval, bucket: int) -> bool:
+        """Whether `bucket` requests get through all windows after a prompt of one token."""
+        return 1 + self.progress_tokens <= self._most(context, bucket)
+
     def prefill_within(self, context: ContextInterval, bucket: int) -> int:
         """Its prefill reduced so that `bucket` requests fit the context, but never below 1."""
         return max(1, min(context.prefill_tokens, self._most(context, bucket) - self.progress_tokens))

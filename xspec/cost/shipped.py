@@ -40,30 +40,71 @@ def fit_shipped(
 ) -> tuple[CalibrationSettings, tuple[str, ...]]:
     """Shipped settings as this engine can measure them, and what was changed, in words for the log.
 
-    Buckets beyond the engine's largest give way to that one; prefills shrink to fit model and cache,
-    contexts beyond the model go; target rows gain the full width of every bucket and lose what no bucket
-    can use.
+    Buckets beyond the largest that the engine has room for give way to that one; windows get fewer, then
+    shorter, where even a prompt of one token leaves no room for them; prefills shrink to fit model and
+    cache, contexts beyond the model go; target rows gain the full width of every bucket and lose what no
+    bucket can use. `resolve` refuses the result only where one request has no room for one round's window.
     """
     notes: list[str] = []
+    written = settings.contexts
+    if written is not None:
+        geometry = replace(geometry, request_buckets=_roomy(settings, written[0], geometry))
     if settings.request_buckets is not None:
         buckets = _reachable(settings.request_buckets, geometry)
         if gone := sorted(set(settings.request_buckets) - set(buckets)):
             notes.append(f"request buckets left out: {gone}")
         if new := sorted(set(buckets) - set(settings.request_buckets)):
-            notes.append(f"request bucket added: {new}, the engine's largest")
+            notes.append(f"request bucket added: {new}, the largest that the engine has room for")
         settings = replace(settings, request_buckets=buckets)
-    if settings.contexts is not None:
-        settings = replace(settings, contexts=_fitting_contexts(settings, settings.contexts, geometry, notes))
+    if written is not None:
+        settings = _fitting_windows(settings, written[0], geometry, notes)
+        settings = replace(settings, contexts=_fitting_contexts(settings, written, geometry, notes))
     if geometry.control is Control.TARGET_VERIFY and settings.target_graph_rows is not None:
         settings = _fitting_rows(settings, settings.target_graph_rows, geometry, notes)
     return settings, tuple(notes)
 
 
 def _reachable(buckets: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
-    """Captured ones of `buckets`. Where some exceed the engine's largest, that one stands for them."""
+    """Those of `buckets` that are there. Where some exceed the largest that is, that one stands for them."""
     largest = geometry.request_buckets[-1]
     found = set(buckets) & set(geometry.request_buckets)
     return tuple(sorted(found | {largest} if max(buckets) > largest or not found else found))
+
+
+def _roomy(settings: CalibrationSettings, first: ContextInterval, geometry: Geometry) -> tuple[int, ...]:
+    """Captured buckets whose requests last for at least one window of one round; the smallest in any case."""
+    room = Room(replace(settings, windows_per_point=1, window_steps=1), geometry)
+    captured = geometry.request_buckets
+    return tuple(bucket for bucket in captured if room.lasts(first, bucket)) or captured[:1]
+
+
+def _buckets_of(
+    settings: CalibrationSettings, context: ContextInterval, geometry: Geometry
+) -> tuple[tuple[int, ...] | None, int]:
+    """The context's own buckets, if it has any, and the largest it is measured at."""
+    own = context.request_buckets and _reachable(context.request_buckets, geometry)
+    return own, max(own or settings.request_buckets or geometry.request_buckets)
+
+
+def _fitting_windows(
+    settings: CalibrationSettings, first: ContextInterval, geometry: Geometry, notes: list[str]
+) -> CalibrationSettings:
+    """Fewer windows, then shorter ones, until the largest bucket lasts. Later contexts may join the first."""
+    _, most = _buckets_of(settings, first, geometry)
+    fitted = settings
+    while not Room(fitted, geometry).lasts(first, most):
+        if fitted.windows_per_point > 1:
+            fitted = replace(fitted, windows_per_point=fitted.windows_per_point - 1)
+        elif fitted.window_steps > 1:
+            fitted = replace(fitted, window_steps=fitted.window_steps - 1)
+        else:
+            break
+    if fitted != settings:
+        notes.append(
+            f"{settings.windows_per_point} windows of {settings.window_steps} rounds a point reduced to "
+            f"{fitted.windows_per_point} of {fitted.window_steps}"
+        )
+    return fitted
 
 
 def _fitting_contexts(
@@ -80,8 +121,7 @@ def _fitting_contexts(
                 f"context left out: {context.kv}, beyond the model's {geometry.max_model_len} tokens"
             )
             continue
-        buckets = context.request_buckets and _reachable(context.request_buckets, geometry)
-        most = max(buckets or settings.request_buckets or geometry.request_buckets)
+        buckets, most = _buckets_of(settings, context, geometry)
         prefill = room.prefill_within(context, most)
         if prefill < context.prefill_tokens:
             notes.append(f"prefill_tokens {context.prefill_tokens} ({context.kv}) reduced to {prefill}")

@@ -39,10 +39,8 @@ def expected_tokens(survivals: Floats, target_rows: Sequence[int]) -> Floats:
     return np.asarray(rows + promised[drafts])
 
 
-def best_tier(survivals: Floats, measured: Sequence[tuple[int, float]]) -> Tier | None:
-    """The best of the (target rows, ms) that were measured, ascending; None without any."""
-    if not measured:
-        return None
+def best_tier(survivals: Floats, measured: Sequence[tuple[int, float]]) -> Tier:
+    """The best of the (target rows, ms) that were measured, ascending and at least one."""
     tokens = expected_tokens(survivals, [target_rows for target_rows, _ in measured])
     best = int(np.argmax(tokens / np.array([ms for _, ms in measured])))
     target_rows, ms = measured[best]

@@ -132,34 +132,28 @@ class TargetVerifyPolicy:
         if not menu.tiers and menu.plain_ms is None:
             return self._unscored(view, batch, self._geometry.uncovered_steps, "uncovered_bucket", at)
         promised = self._promised(batch, held)
-        best = best_tier(promised, menu.tiers)
-        duel = _duel(batch.rows, menu.plain_ms, best)
+        duel = _duel(batch.rows, menu, promised)
         held, reason, cause = self._hold(view, held, batch, duel)
         self._turns.held = held
         if held.choice == SPECULATIVE:
-            tier = (
-                best
-                if (wanted := self._budgeted(batch, promised)) is promised
-                else best_tier(wanted, menu.tiers)
-            )
-            assert tier is not None  # held only where a tier has a cost
             self._ledger.plan(view.plan_id, Planned(rows=batch.rows, load=duel, cause=cause))
+            tier = best_tier(self._budgeted(batch, promised), menu.tiers)
             return self._verify(view, batch, tier, "tier" if reason == "hold" else reason)
-        assert menu.plain_ms is not None
-        probe = self._probe(held, promised, menu) if cause is None and reason == "hold" else None
+        probe = self._probe(held, promised, menu) if reason == "hold" else None
         if probe is not None:
             self._turns.held = replace(held, probes=held.probes + 1, probe_id=view.plan_id)
+        plain_ms = duel.ms[PLAIN]
         planned = Planned(
             rows=batch.rows,
             load=duel,
-            probe_ms=0.0 if probe is None else max(0.0, probe.ms - menu.plain_ms),
-            probe_cap_ms=max((ms - menu.plain_ms for _, ms in menu.tiers), default=0.0),
+            probe_ms=0.0 if probe is None else max(0.0, probe.ms - plain_ms),
+            probe_cap_ms=max((ms - plain_ms for _, ms in menu.tiers), default=0.0),
             cause=cause,
         )
         self._ledger.plan(view.plan_id, planned)
         if probe is not None:
             return self._verify(view, batch, probe, "probe")
-        return self._plan(view, reason, ms=menu.plain_ms)
+        return self._plan(view, reason, ms=plain_ms)
 
     def _hold(
         self, view: PolicyView, held: Held | None, batch: Batch, duel: Duel
@@ -194,9 +188,10 @@ class TargetVerifyPolicy:
         if held.probe_id > self._ledger.retired_id:
             return None
         telling = [(rows, ms) for rows, ms in menu.tiers if rows > len(promised)]
+        if not telling or menu.plain_ms is None:
+            return None
         tier = best_tier(promised, telling)
-        assert menu.plain_ms is not None
-        return tier if tier and tier.ms - menu.plain_ms <= self._ledger.allowance_ms else None
+        return tier if tier.ms - menu.plain_ms <= self._ledger.allowance_ms else None
 
     # -- what drafts promise ------------------------------------------------------------------
 
@@ -271,9 +266,11 @@ class TargetVerifyPolicy:
         )
 
 
-def _duel(rows: int, plain_ms: float | None, best: Tier | None) -> Duel:
+def _duel(rows: int, menu: Menu, promised: Floats) -> Duel:
+    """A plain round against the best tier."""
     nan = float("nan")
-    return Duel(
-        tokens=(float(rows), nan if best is None else best.tokens),
-        ms=(nan if plain_ms is None else plain_ms, nan if best is None else best.ms),
-    )
+    tokens, ms = nan, nan
+    if menu.tiers:
+        best = best_tier(promised, menu.tiers)
+        tokens, ms = best.tokens, best.ms
+    return Duel(tokens=(float(rows), tokens), ms=(nan if menu.plain_ms is None else menu.plain_ms, ms))

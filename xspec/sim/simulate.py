@@ -152,7 +152,10 @@ class Simulation:
             elif (wake_s := self._arrivals.next_s()) is not None:
                 self._now_s, self._steady = wake_s, False
             elif self._clients:
-                raise ConfigError(f"{len(self._clients)} requests wait but no round can be planned")
+                raise ConfigError(
+                    f"{len(self._clients)} requests wait but no round can be planned: without chunked "
+                    "prefill a prompt must fit into one batch"
+                )
             else:
                 break
         return Run(tuple(self._rounds), tuple(self._latencies_s))

@@ -22,6 +22,9 @@ from xspec_cli.gflags import parse_value
 FAILURE_PAUSE_S = 0.1
 """A client waits so long after a failed request: a target that refuses everything must not be flooded."""
 
+EDGE_S = 1e-6
+"""A phase that has so little time left is over: what is left may be too little to move the clock."""
+
 TICKS = 50
 """Reports of progress per run."""
 
@@ -97,7 +100,7 @@ async def run_phases(
                 present += 1
                 group.create_task(client())
             end_s += phase.seconds
-            while (left_s := end_s - clock()) > 0.0:
+            while (left_s := end_s - clock()) > EDGE_S:
                 report(int(clock()), max(1, round(total_s)))
                 await asyncio.sleep(min(left_s, max(1.0, total_s / TICKS)))
         wanted = 0

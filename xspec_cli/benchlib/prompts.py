@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xspec.errors import ConfigError
 from xspec.text import prompts as files
 from xspec_cli.benchlib.questions import QUESTIONS
 
@@ -33,10 +34,18 @@ def take(prompts: Sequence[Prompt], first: int, count: int) -> list[Prompt]:
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """Two sets without a common place, every other prompt of each class of traffic in either."""
+    """Two sets without a common place, every other prompt of each class of traffic in either.
+
+    ConfigError where there are too few prompts for two.
+    """
     seen: dict[str, int] = {}
     parts: tuple[list[Prompt], list[Prompt]] = ([], [])
     for prompt in prompts:
         seen[prompt.traffic] = seen.get(prompt.traffic, -1) + 1
         parts[seen[prompt.traffic] % 2].append(prompt)
+    if not parts[1]:
+        raise ConfigError(
+            f"{len(prompts)} prompts are too few to choose the best fixed policy by one half of them and "
+            "compare by the other"
+        )
     return parts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from xspec_cli.benchlib.hindsight import Verdict
+from xspec_cli.benchlib.hindsight import OTHER_HALF, SAME_ROUNDS, Verdict
 from xspec_cli.benchlib.load import Level
 from xspec_cli.benchlib.mix import ClassFigures, class_figures
 from xspec_cli.benchlib.plan import PlanOptions, Run, runs_of
@@ -203,18 +203,29 @@ def _class_rows(found: ClassFigures) -> float | None:
     return None if found.verified_a_round is None else 1.0 + found.verified_a_round
 
 
-def verdict_lines(verdicts: Sequence[Verdict]) -> str:
-    """What a policy that adapts is worth, a line a comparison."""
-    return "\n".join(map(_verdict_line, verdicts))
-
-
-def _verdict_line(found: Verdict) -> str:
-    where = str(found.level)
-    if found.phase is not None:
-        where = f"phase {found.phase + 1} ({found.level.phases[found.phase]})"
-    baseline = ", ".join(found.baseline)
-    how = f"{baseline}; {found.chosen}" if found.chosen else baseline
-    return (
-        f"{where}: {found.candidate} / {found.claim} ({how}) = {interval(found.ratio)}, "
-        f"{found.ratio.pairs} pairs"
+def verdict_tables(verdicts: Sequence[Verdict]) -> str:
+    """What each policy that adapts is worth, per level: compared with what, the ratio, and who that was."""
+    groups: dict[tuple[Level, str], list[Verdict]] = {}
+    for found in verdicts:
+        groups.setdefault((found.level, found.candidate), []).append(found)
+    return "\n\n".join(
+        "\n".join(_verdict_table(level, candidate, found)) for (level, candidate), found in groups.items()
     )
+
+
+def _verdict_table(level: Level, candidate: str, found: Sequence[Verdict]) -> list[str]:
+    rows: dict[str, dict[str, str]] = {}
+    for verdict in found:
+        where = (
+            "" if verdict.phase is None else f"phase {verdict.phase + 1} ({level.phases[verdict.phase]}), "
+        )
+        text = f"{interval(verdict.ratio)}  {', '.join(verdict.baseline)}"
+        rows.setdefault(where + verdict.claim, {})[verdict.chosen or SAME_ROUNDS] = text
+    ways = [way for way in (SAME_ROUNDS, OTHER_HALF) if any(way in row for row in rows.values())]
+    wide = max(map(len, (*rows, "over")))
+    widths = [max(len(way), *(len(row.get(way, "")) for row in rows.values())) for way in ways]
+    lines = [f"{level}: {candidate}, {found[0].ratio.pairs} pairs"]
+    for name, row in (("over", dict(zip(ways, ways, strict=True))), *rows.items()):
+        cells = (f"{row.get(way, ''):{width}}" for way, width in zip(ways, widths, strict=True))
+        lines.append(f"  {name:{wide}}  {'  '.join(cells)}".rstrip())
+    return lines
