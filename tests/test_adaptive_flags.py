@@ -12,11 +12,14 @@ import pytest
 
 import xspec_cli.bench
 import xspec_cli.serve
+from xspec.calib.choose import Adaptation
 from xspec.config import Config, SpeculationConfig
-from xspec.cost.settings import Control
+from xspec.cost.settings import CalibrationSettings, Control
 from xspec.draft.choose import DraftChoice, choose_drafter, shipped_drafter
+from xspec.engine.build import _adaptation_facts
 from xspec.errors import ConfigError
 from xspec.policy.requirements import adaptive_refusals, calibration_with_table, control_of
+from xspec.policy.settings import DraftStepSettings
 from xspec_cli import train
 from xspec_cli.flags import Status, table
 from xspec_cli.flags_resolve import Command, Launch, resolve
@@ -420,6 +423,30 @@ def test_the_shipped_drafter_names_both() -> None:
     adaptive = SpeculationConfig(enable_adaptive_draft_step=True)
     choice = choose_drafter(adaptive, embedded=True)
     assert choice is not None and (choice.steps, choice.verify) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("control", "shown"),
+    [
+        (
+            Control.DRAFT_STEP,
+            {
+                "control": "draft_step",
+                "window_size": 7,
+                "update_interval": 5,
+                "switch_min_gain": 0.05,
+                "allow_plain_rounds": True,
+            },
+        ),
+        (
+            Control.TARGET_VERIFY,
+            {"control": "target_verify", "switch_min_gain": 0.05, "allow_plain_rounds": True},
+        ),
+    ],
+)
+def test_operators_see_every_setting_of_the_policy(control: Control, shown: dict[str, object]) -> None:
+    policy = DraftStepSettings(window_size=7)
+    assert _adaptation_facts(Adaptation(control, CalibrationSettings(), "", policy=policy)) == shown
 
 
 def test_importing_the_requirements_loads_nothing_heavy() -> None:

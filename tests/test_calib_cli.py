@@ -138,6 +138,17 @@ def test_a_report_that_exists_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert f"--report={tmp_path / 'x.png'}: exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["x.md", "x.png", "./x.md"])
+def test_a_report_never_overwrites_the_costs_it_is_of(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xspec_cli.calibrate.measure", None)
+    monkeypatch.chdir(tmp_path)
+    output = f"--adaptive_draft_step_cost_table_output={name}"
+    assert main(["calibrate", SWITCH, output, f"--report={tmp_path / 'x.md'}"]) == 1
+    assert f"is the file of {output} too; allowed: two files" in capsys.readouterr().err
+
+
 def test_help_tells_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--help"]) == 0
     told = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -160,6 +161,89 @@ def test_the_same_rounds_with_the_same_prompts_every_time(rig: Rig) -> None:
     assert all(bind.params.greedy and bind.stop_ids == () and bind.hit_page is None for bind in binds)
 
 
+def slowed(factor: Callable[[int], float]) -> CostOf:
+    """As `cost_ms`, but rounds of the point (2, 4, 12) take a multiple, by how many of them went before."""
+    seen = [0]
+
+    def cost(plan: RoundPlan) -> float:
+        if key_of(plan) != (2, 4, 12):
+            return cost_ms(plan)
+        seen[0] += 1
+        return cost_ms(plan) * factor(seen[0] - 1)
+
+    return cost
+
+
+BUSY = [Point(0, 0, 4, 4), Point(0, 2, 4, 12)]
+SOUND_MS = point_ms(BUSY[1])
+FIRST, LATER = 7, 5
+"""Rounds of a window: 3 of warmup and 4 that count, then 1 and 4."""
+
+
+def rounds_of(device: Device, point: Point) -> int:
+    return sum(key_of(plan) == point_key(point) for plan in device.plans)
+
+
+def test_a_slow_round_in_each_window_changes_nothing(rig: Rig) -> None:
+    """A window is the median of its four rounds."""
+    device = rig.device(slowed(lambda index: 3.0 if index in (5, 8, 16) else 1.0))
+    check_exact(measure(rig, device, BUSY, contexts=WIDE), BUSY, windows=3)
+    assert rounds_of(device, BUSY[1]) == FIRST + 2 * LATER + 1
+
+
+def test_one_slow_window_of_three_is_outvoted(rig: Rig) -> None:
+    device = rig.device(slowed(lambda index: 3.0 if FIRST <= index < FIRST + LATER else 1.0))
+    sample = measure(rig, device, BUSY, contexts=WIDE).samples[1]
+    assert sample.windows_ms == pytest.approx((SOUND_MS, 3 * SOUND_MS, SOUND_MS))
+    assert sample.median_ms == pytest.approx(SOUND_MS) and sample.spread == pytest.approx(0.0)
+    assert rounds_of(device, BUSY[1]) == FIRST + 2 * LATER + 1
+
+
+@pytest.mark.parametrize(("factors", "kept"), [((4.0, 1.0), (1.0,)), ((4.0, 2.0, 1.0), (2.0, 1.0))])
+def test_the_slowest_window_is_measured_again_and_replaced(
+    rig: Rig, factors: tuple[float, ...], kept: tuple[float, ...]
+) -> None:
+    """One slow window of two lifts the median, of three it takes two. Then all is well, and no other point
+    is measured again."""
+
+    def factor(index: int) -> float:
+        window = 0 if index < FIRST else 1 + (index - FIRST) // LATER
+        return factors[window] if window < len(factors) else 1.0
+
+    device = rig.device(slowed(factor))
+    effective = effective_of(BUSY, WIDE, windows_per_point=len(factors))
+    other, sample = probe(rig.service(device), effective, silent).samples
+    assert sample.windows_ms == pytest.approx([each * SOUND_MS for each in (*kept, 1.0)])
+    assert other.windows_ms == pytest.approx([point_ms(BUSY[0])] * len(factors))
+    once = FIRST + (len(factors) - 1) * LATER
+    assert rounds_of(device, BUSY[0]) == once
+    assert rounds_of(device, BUSY[1]) == once + 1 + LATER + 1, "each time one round lets all before it retire"
+
+
+def test_a_point_that_stays_disturbed_is_given_up_after_as_many_windows(rig: Rig) -> None:
+    device = rig.device(slowed(lambda index: 1.0 if index < FIRST else 3.0))
+    sample = measure(rig, device, BUSY, contexts=WIDE).samples[1]
+    assert sample.windows_ms == pytest.approx((SOUND_MS, 3 * SOUND_MS, 3 * SOUND_MS))
+    assert sample.spread == pytest.approx(2.0)
+    assert rounds_of(device, BUSY[1]) == FIRST + 2 * LATER + 1 + 3 * (LATER + 1)
+
+
+@pytest.mark.parametrize("factor", [1.19, 1.21])
+def test_windows_may_differ_by_a_fifth(rig: Rig, factor: float) -> None:
+    device = rig.device(slowed(lambda index: 1.0 if index < FIRST else factor))
+    measure(rig, device, BUSY, contexts=WIDE)
+    assert (rounds_of(device, BUSY[1]) > FIRST + 2 * LATER + 1) == (factor > 1.2)
+
+
+def test_windows_measured_again_keep_within_the_context(rig: Rig) -> None:
+    """Prompts are read afresh for them as for all others: 3 + 4 rounds end at 28 tokens, 5 more at 33."""
+    device = rig.device(cost_ms)
+    device.cost_ms = lambda plan: cost_ms(plan) * (3.0 if len(device.plans) > 12 else 1.0)
+    (sample,) = measure(rig, device, [Point(0, 0, 4, 4)], contexts=(ContextInterval(20, 1, 33),)).samples
+    assert sample.spread == pytest.approx(2.0) and 20 < sample.kv_length < 33
+    assert len(fills(device)) > 2 and set(fills(device)) == {4}
+
+
 def fills(device: Device) -> list[int]:
     """Prompts begun by each filling."""
     begun: list[int] = []
@@ -281,9 +365,11 @@ def test_prompts_that_fit_one_round_are_measured_on_purpose(rig: Rig) -> None:
     assert prefills[0] == 9 and sum(prefills[1:]) == 11 * 9  # 3 rounds of 32 tokens take 11 prompts
 
 
-def test_progress_goes_up_to_its_end_in_few_calls(rig: Rig) -> None:
+@pytest.mark.parametrize("busy", [False, True], ids=["sound", "disturbed"])
+def test_progress_goes_up_to_its_end_in_few_calls(rig: Rig, busy: bool) -> None:
     calls: list[tuple[str, int, int]] = []
-    probe(rig.service(rig.device(cost_ms)), effective_of(POINTS, WIDE), lambda *call: calls.append(call))
+    device = rig.device(slowed(lambda index: 3.0 if busy and index >= FIRST else 1.0))
+    probe(rig.service(device), effective_of(POINTS, WIDE), lambda *call: calls.append(call))
     assert {stage for stage, _, _ in calls} == {"calibrating"}
     done = [count for _, count, _ in calls]
     assert done == sorted(done) and done[0] == 0 and len(calls) <= 202

@@ -518,19 +518,44 @@ def test_what_is_resolved_fits_and_can_be_fitted(
 
 # -- what ships -----------------------------------------------------------------------------------
 
+SHIPPED = CalibrationSettings(
+    model="sps",
+    request_buckets=GRID,
+    contexts=(ContextInterval(64, 1, 255), ContextInterval(448, 256, 8192, (1, 4, 16))),
+    warmup_steps=2,
+    window_steps=3,
+    windows_per_point=5,
+    max_target_rows=64,
+)
+"""Like what ships, but of this file: the examples below are worked out for these numbers."""
+
+SHIPPED_ROWS = replace(SHIPPED, model="additive", target_graph_rows=(2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))
+
 
 @pytest.mark.parametrize("control", Control)
 def test_the_shipped_calibration_of_cpus(control: Control) -> None:
-    settings = shipped_calibration("cpu", control)
-    assert settings is not None
-    assert (settings.warmup_steps, settings.window_steps, settings.windows_per_point) == (2, 3, 3)
-    assert (settings.plain_rounds, settings.max_target_rows, settings.uncovered) == (True, 96, "plain")
-    assert settings.request_buckets == GRID
-    assert settings.contexts == (
-        ContextInterval(64, 1, 255),
-        ContextInterval(448, 256, 8192, (1, 4, 16)),
-    )
-    assert settings.model == ("sps" if control is STEP else "additive")
+    """Much quicker than the defaults, longer contexts than theirs, and plain where nothing is measured."""
+    settings, defaults = shipped_calibration("cpu", control), CalibrationSettings()
+    assert settings is not None and settings.request_buckets and settings.contexts
+    engine = geometry(control, 5, settings.request_buckets, max_model_len=8192)
+    tiers = listed(settings.target_graph_rows or (), 5)
+    ours, theirs = resolve(settings, engine, tiers), resolve(defaults, engine, tiers)
+    rounds = [len(each.points) * each.windows_per_point * each.window_steps for each in (ours, theirs)]
+    assert 4 * rounds[0] < rounds[1]
+    assert settings.warmup_steps >= 1 and settings.windows_per_point >= 3, "one slow window is outvoted"
+    assert (settings.plain_rounds, settings.uncovered) == (True, "plain")
+    lows = [context.min_kv_length for context in settings.contexts]
+    assert lows == [1, *(context.max_kv_length + 1 for context in settings.contexts[:-1])], "no gaps"
+    assert theirs.contexts[-1].max_kv_length < ours.contexts[-1].max_kv_length
+    assert all(context.prefill_tokens >= context.min_kv_length for context in settings.contexts)
+
+
+def test_the_shipped_models_and_rows_of_cpus() -> None:
+    """Draft steps have one cost for each bucket and depth; with tiers, buckets share target rows."""
+    steps, rows = shipped_calibration("cpu", STEP), shipped_calibration("cpu", VERIFY)
+    assert steps is not None and rows is not None and rows.target_graph_rows is not None
+    assert (steps.model, rows.model) == ("sps", "additive")
+    assert max(rows.target_graph_rows) == rows.max_target_rows
 
 
 def test_nothing_ships_for_other_platforms() -> None:
@@ -546,75 +571,120 @@ def test_shipped_settings_that_fit_are_left_alone(control: Control) -> None:
 
 
 def test_shipped_settings_are_cut_to_the_engine() -> None:
-    settings = shipped_calibration("cpu", VERIFY)
-    assert settings is not None
-    fitted, notes = fit_shipped(settings, geometry(VERIFY, 3, (1, 2, 4, 5), max_model_len=250))
+    fitted, notes = fit_shipped(SHIPPED_ROWS, geometry(VERIFY, 3, (1, 2, 4, 5), max_model_len=250))
     assert fitted == replace(
-        settings,
+        SHIPPED_ROWS,
         request_buckets=(1, 2, 4, 5),
         contexts=(ContextInterval(64, 1, 255),),
         target_graph_rows=(2, 3, 4, 6, 8, 12, 16, 20),
     )
     assert notes == (
         "request buckets left out: [8, 16, 32]",
-        "request bucket added: [5], the engine's largest",
+        "request bucket added: [5], the largest that the engine has room for",
         "context left out: KV 256-8192, beyond the model's 250 tokens",
-        "target_graph_rows left out: [24, 32, 48, 64, 96]",
+        "target_graph_rows left out: [24, 32, 48, 64]",
         "target_graph_rows added: [20], full widths",
     )
 
 
 def test_narrow_drafts_link_sparse_buckets_by_those_between() -> None:
     """With 2 drafts, 1 request has rows up to 3, and 4 have 4 and more."""
-    settings = shipped_calibration("cpu", VERIFY)
-    assert settings is not None
-    fitted, notes = fit_shipped(settings, geometry(VERIFY, 2, GRID))
+    fitted, notes = fit_shipped(SHIPPED_ROWS, geometry(VERIFY, 2, GRID))
     assert fitted.contexts is not None
     assert fitted.contexts[1].request_buckets == (1, 2, 4, 8, 16)
     assert notes == ("request buckets of KV 256-8192: [1, 2, 4, 8, 16], to share target rows",)
-    wide, _ = fit_shipped(settings, geometry(VERIFY, 3, GRID))
+    wide, _ = fit_shipped(SHIPPED_ROWS, geometry(VERIFY, 3, GRID))
     assert wide.contexts is not None and wide.contexts[1].request_buckets == (1, 4, 16)
 
 
 def test_a_context_without_room_for_its_prompt_joins_the_one_before() -> None:
-    """13 rounds of 17 tokens leave 34 of 255 for the first prompt, and 256 of 477 for the second."""
-    settings = shipped_calibration("cpu", STEP)
-    assert settings is not None
-    fitted, notes = fit_shipped(settings, geometry(STEP, 16, (1,), max_model_len=477))
-    assert fitted.contexts == (ContextInterval(34, 1, 255), ContextInterval(256, 256, 8192, (1,)))
+    """19 rounds of 13 tokens leave 8 of 255 for the first prompt, and 256 of 503 for the second."""
+    fitted, notes = fit_shipped(SHIPPED, geometry(STEP, 12, (1,), max_model_len=503))
+    assert fitted.contexts == (ContextInterval(8, 1, 255), ContextInterval(256, 256, 8192, (1,)))
     assert notes[-1] == "prefill_tokens 448 (KV 256-8192) reduced to 256"
-    fitted, notes = fit_shipped(settings, geometry(STEP, 16, (1,), max_model_len=476))
-    assert fitted.contexts == (ContextInterval(34, 1, 8192),)
+    fitted, notes = fit_shipped(SHIPPED, geometry(STEP, 12, (1,), max_model_len=502))
+    assert fitted.contexts == (ContextInterval(8, 1, 8192),)
     assert notes[-1] == "context left out: KV 256-8192; costs of KV 1-255 hold there too"
+
+
+@pytest.mark.parametrize(
+    ("model_len", "windows", "steps", "prefill"),
+    [
+        (248, 5, 3, 1),  # (2 + 5 x 3 + 2) rounds of 13 tokens are 247
+        (247, 4, 3, 39),  # 208
+        (92, 1, 3, 1),  # 91
+        (91, 1, 2, 13),  # 78
+        (66, 1, 1, 1),  # 65
+    ],
+)
+def test_windows_get_fewer_then_shorter_where_requests_cannot_last(
+    model_len: int, windows: int, steps: int, prefill: int
+) -> None:
+    found = geometry(STEP, 12, (1,), max_model_len=model_len)
+    fitted, notes = fit_shipped(SHIPPED, found)
+    assert (fitted.windows_per_point, fitted.window_steps) == (windows, steps)
+    assert fitted.contexts == (ContextInterval(prefill, 1, 255),)
+    note = f"5 windows of 3 rounds a point reduced to {windows} of {steps}"
+    assert (note in notes) == (windows < 5)
+    resolve(fitted, found, multiples(12))
+
+
+def test_an_engine_without_room_for_one_round_is_refused_with_the_numbers() -> None:
+    found = geometry(STEP, 12, (1,), max_model_len=65)
+    fitted, _ = fit_shipped(SHIPPED, found)
+    with pytest.raises(CalibrationError, match="each request needs 66 tokens .* context holds 65"):
+        resolve(fitted, found, multiples(12))
+
+
+def test_request_buckets_without_room_in_the_cache_give_way() -> None:
+    """One window of one round takes 1 + 5 x 6 = 31 tokens: 2 pages of 16, of which there are 50. The largest
+    bucket left, 24, lasts for 32 tokens: a prompt of 2."""
+    found = geometry(STEP, 5, (*GRID[:-1], 24, 32), cache_tokens=800, block_size=16)
+    fitted, notes = fit_shipped(SHIPPED, found)
+    assert fitted.request_buckets == (1, 2, 4, 8, 16, 24)
+    assert (fitted.windows_per_point, fitted.window_steps) == (1, 1)
+    assert notes[:2] == (
+        "request buckets left out: [32]",
+        "request bucket added: [24], the largest that the engine has room for",
+    )
+    assert resolve(fitted, found, multiples(5)).contexts[0].prefill_tokens == 2
 
 
 @given(
     st.sampled_from(Control),
     st.integers(1, 16),
     st.integers(1, 70),
-    st.integers(240, 9000),
+    st.integers(1, 9000),
+    st.integers(1, 20_000),
     st.sampled_from([8, 16, 128]),
 )
 def test_shipped_settings_resolve_on_any_engine(
-    control: Control, width: int, lanes: int, model_len: int, block_size: int
+    control: Control, width: int, lanes: int, model_len: int, cache_tokens: int, block_size: int
 ) -> None:
-    """Whatever --max_seqs_per_batch, width and --max_model_len are, if the cache holds short requests."""
+    """Whatever --max_seqs_per_batch, width, --max_model_len and cache are: what a request needs at least, 1
+    token of prompt and 2 + 1 + 2 rounds, is refused only to engines that have less."""
     settings = shipped_calibration("cpu", control)
-    assert settings is not None
+    assert settings is not None and settings.request_buckets is not None and settings.contexts is not None
     buckets = sorted({*(b for b in (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64) if b < lanes), lanes})
-    pages = 32 * -(-300 // block_size)
     found = geometry(
-        control,
-        width,
-        buckets,
-        max_model_len=model_len,
-        cache_tokens=pages * block_size,
-        block_size=block_size,
+        control, width, buckets, max_model_len=model_len, cache_tokens=cache_tokens, block_size=block_size
     )
-    fitted, _ = fit_shipped(settings, found)
+    least = 1 + (settings.warmup_steps + 1 + found.slots) * (width + 1)
+    pages, needed = cache_tokens // block_size, -(-least // block_size)
+    roomy = [bucket for bucket in buckets if bucket * needed <= pages and least <= model_len]
+    fitted, notes = fit_shipped(settings, found)
     tiers = listed(settings.target_graph_rows or (), width)
+    if not roomy:
+        with pytest.raises(CalibrationError, match=f"each request needs {least} tokens"):
+            resolve(fitted, found, tiers)
+        return
     effective = resolve(fitted, found, tiers)
-    assert {p.requests for p in effective.points} <= set(buckets)
-    assert min(lanes, 32) in effective.request_buckets
+    assert {p.requests for p in effective.points} <= set(roomy)
+    assert min(roomy[-1], max(settings.request_buckets)) in effective.request_buckets
     assert effective.contexts[0].min_kv_length == 1
-    assert effective.contexts[-1].max_kv_length == (model_len if model_len <= 8192 else 8192)
+    assert effective.contexts[-1].max_kv_length == min(model_len, settings.contexts[-1].max_kv_length)
+    shorter = (effective.windows_per_point, effective.window_steps) != (
+        settings.windows_per_point,
+        settings.window_steps,
+    )
+    assert shorter == any("rounds a point reduced to" in note for note in notes)

@@ -137,6 +137,28 @@ def test_switches_are_counted_by_where_they_lead() -> None:
     assert adaptive(metrics, "probes_total") == 2
 
 
+def test_a_switch_counts_though_prompts_go_first_and_no_new_start_is_one() -> None:
+    """Without mixed batches the round that a switch was decided for may run prompts alone."""
+    metrics = counted(
+        told(0, reason="initial"),
+        told(3, reason="switch", target_rows=0, prefill_tokens=64),
+        told(3, reason="tier"),
+        told(2, reason="initial"),  # the policy was exchanged
+        told(0, reason="switch"),
+    )
+    summary = metrics.adaptive_summary()
+    assert summary is not None
+    assert summary["switches"] == {"deeper": 0, "shallower": 0, "to_plain": 1, "from_plain": 1}
+    assert adaptive(metrics, "rounds_total", draft_steps="3") == 1
+
+
+def test_a_text_that_ended_early_lifts_no_share_above_one() -> None:
+    """Three drafts were admitted of three, and the text ended with the first."""
+    ended = RowFeedback(1, proposed=1, admitted=3, verified=1, committed=1, censored=True)
+    assert adaptive(counted(told(3, ended)), "admitted_share") == 1.0
+    assert adaptive(counted(told(3, ended, row(1, 0))), "admitted_share") == (1 + 1) / (1 + 3)
+
+
 def test_rounds_without_a_cost_are_counted_by_reason() -> None:
     metrics = counted(
         told(3, predicted_ms=None, reason="uncovered: kv length 5000"),

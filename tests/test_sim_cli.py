@@ -240,7 +240,7 @@ def test_a_width_that_was_not_measured_is_shown_as_such(
             ["--acceptance=0.5,0.5,0.5", "--phases=1:1", "--policy_config=/nowhere"],
             "--policy_config=/nowhere: cannot",
         ),
-        (["--trace=/nowhere"], "cannot be read"),
+        (["--trace=/nowhere"], "--trace=/nowhere: .*cannot be read"),
         (["--trace=/nowhere", "--burst_tokens=3"], "--burst_tokens is only read with --acceptance"),
     ],
 )

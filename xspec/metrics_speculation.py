@@ -21,8 +21,8 @@ from xspec.metrics_families import Counter, Family, Gauge, Histogram, family_of
 WINDOW_ROUNDS = 200
 """Rounds that the gauges of the recent past look back on."""
 
-HOLD, PROBE = "hold", "probe"
-SETTLED = ("initial", "switch", HOLD)
+SWITCH, PROBE = "switch", "probe"
+SETTLED = ("initial", SWITCH, "hold", "tier")
 """What the reason of a plan says whose depth the policy has settled on. A probe, a round without costs and
 one in which nothing can be drafted run what they run once."""
 
@@ -77,7 +77,7 @@ class _DraftedRound:
     """Counts of one round with drafts. By position: rows that verified a draft there, or accepted it."""
 
     proposed: int
-    admitted: int
+    admitted: int  # as far as there was a text: never more than proposed
     verified: tuple[int, ...]
     accepted: tuple[int, ...]
 
@@ -90,7 +90,7 @@ class _DraftedRound:
                 accepted[position] += position < row.accepted
         return _DraftedRound(
             proposed=sum(row.proposed for row in rows),
-            admitted=sum(row.admitted for row in rows),
+            admitted=sum(row.verified for row in rows),
             verified=tuple(verified),
             accepted=tuple(accepted),
         )
@@ -130,6 +130,7 @@ class AdaptiveSeries:
 
     def observe(self, feedback: RoundFeedback) -> None:
         plan, shape = feedback.plan, feedback.shape
+        self._settle(plan)  # also where prompts went first and the decode rows had to wait
         if not shape.target_rows:
             return
         steps = plan.draft_steps if shape.draft_rows else 0
@@ -151,10 +152,13 @@ class AdaptiveSeries:
             self._fallbacks.add(1, reason)
         if reason == PROBE:
             self._probes.add()
+
+    def _settle(self, plan: SpeculationPlan) -> None:
+        reason = plan.reason.partition(":")[0]
         if reason not in SETTLED:
             return
         before, self._depth = self._depth, plan.draft_steps
-        if reason != HOLD and before is not None and before != plan.draft_steps:
+        if reason == SWITCH and before is not None and before != plan.draft_steps:
             self._switches.add(1, _direction(before, plan.draft_steps))
 
     def survival(self) -> dict[int, float]:

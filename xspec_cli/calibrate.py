@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xspec.config import Config, Kind
 from xspec.cost.bundle import check_output
 from xspec.errors import ConfigError
-from xspec.policy.requirements import SWITCHES
+from xspec.policy.requirements import SWITCHES, files_of
 from xspec.progress import Progress
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
 from xspec_cli.flags_types import command
@@ -79,17 +79,26 @@ def check(launch: Launch) -> Path | None:
         mistakes.append(f"{allowed} says what is calibrated: found {found}; allowed: one of them")
     report = Path(launch.value("report")).expanduser() if launch.value("report") else None
     if report is not None:
-        if report.suffix.lower() != ".md":
-            mistakes.append(f"--report={report}: allowed: a file name that ends in .md")
-        else:
-            for path in (report, report.with_suffix(".png")):
-                try:
-                    check_output(path, flag="report")
-                except ConfigError as error:
-                    mistakes.append(str(error))
+        mistakes += _against_report(report, launch.config)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return report
+
+
+def _against_report(report: Path, config: Config) -> Iterator[str]:
+    """Why the report or its picture cannot be written."""
+    if report.suffix.lower() != ".md":
+        yield f"--report={report}: allowed: a file name that ends in .md"
+        return
+    outputs = [files_of(config.speculation, control).output for control in SWITCHES]
+    for path in (report, report.with_suffix(".png")):
+        try:
+            check_output(path, flag="report")
+        except ConfigError as error:
+            yield str(error)
+        for output in outputs:
+            if output.path and Path(output.path).resolve() == path.resolve():
+                yield f"--report={report}: {path} is the file of {output} too; allowed: two files"
 
 
 async def measure(config: Config, progress: Progress) -> Calibrated:

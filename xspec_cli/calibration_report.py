@@ -126,7 +126,7 @@ def _samples_table(residuals: Sequence[Residual]) -> Iterator[str]:
                 f"{sample.kv_length:.0f}",
                 " ".join(f"{ms:.2f}" for ms in sample.windows_ms),
                 f"{sample.median_ms:.2f}",
-                f"{100 * residual.error:+.1f} %",
+                f"{100 * residual.error:+z.1f} %",
             ]
         )
 
@@ -135,7 +135,7 @@ def _fit_line(quality: Quality) -> str:
     worst = quality.worst
     return (
         f"{len(quality.residuals)} points; fitted against measured: median {100 * quality.median:.1f} %, "
-        f"worst {100 * worst.error:+.1f} % ({describe(worst.sample)})."
+        f"worst {100 * worst.error:+z.1f} % ({describe(worst.sample)})."
     )
 
 

@@ -192,7 +192,10 @@ def population_of(launch: Launch, draft_width: int) -> tuple[Population, Load | 
         stray = [flag.name for flag in SIMULATE_FLAGS if flag.name in launch.given and flag.name in SYNTHETIC]
         if stray:
             raise ConfigError("\n".join(f"--{name} is only read with --acceptance" for name in stray))
-        read = read_trace(trace)
+        try:
+            read = read_trace(trace)
+        except ConfigError as error:
+            raise ConfigError(f"--trace={trace}: {error}") from error
         recorded = Recorded.of(read, draft_width)
         return recorded, recorded.arrivals(), (*read.notes, *recorded.notes)
     burst = float(launch.value("burst_tokens"))

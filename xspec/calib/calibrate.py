@@ -150,12 +150,8 @@ def _load_or_calibrate(engine: _Engine, progress: Progress) -> Calibrated:
         return Calibrated(bundle.table, source, bundle)
     measured = _measured(engine, effective, notes, progress)
     assert measured.bundle is not None
-    if busy := disturbances(measured.bundle):
-        log.warning(
-            "something else ran on the machine while costs were measured (%s%s): they are not kept, and how "
-            "much is speculated may be chosen badly until the next start", "; ".join(busy[:3]),
-            f"; and {len(busy) - 3} more" if len(busy) > 3 else "",
-        )  # fmt: skip
+    if disturbances(measured.bundle):
+        log.warning("costs of a busy machine are not kept: the next start measures again")
     else:
         keep(path, measured.bundle)
     return measured
@@ -176,7 +172,8 @@ def _measured(
 def calibrate(
     service: Service, effective: Effective, algorithm: str, facts: Fingerprint, progress: Progress
 ) -> Bundle:
-    """Measure every point of `effective` on an idle engine and fit the curves; logs how well they fit."""
+    """Measure every point of `effective` on an idle engine and fit the curves; logs how well they fit, and
+    what in them says that the engine was not alone on the machine."""
     began_s = service.clock_s()
     measured = probe(service, effective, progress)
     table = fit_table(effective, measured.samples, measured.prefill_ms_per_token)
@@ -189,7 +186,7 @@ def calibrate(
     )  # fmt: skip
     for fall in quality.falls:
         log.warning("costs fall with more rows: %s", fall)
-    return Bundle(
+    bundle = Bundle(
         control=effective.geometry.control,
         algorithm=algorithm,
         draft_width=effective.draft_width,
@@ -199,6 +196,13 @@ def calibrate(
         table=table,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+    if busy := disturbances(bundle):
+        log.warning(
+            "something else ran on the machine while costs were measured, and by them how much is speculated "
+            "may be chosen badly: %s%s", "; ".join(busy[:3]),
+            f"; and {len(busy) - 3} more" if len(busy) > 3 else "",
+        )  # fmt: skip
+    return bundle
 
 
 def _load(engine: _Engine, path: Path) -> Calibrated:

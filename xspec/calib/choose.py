@@ -62,14 +62,14 @@ def choose_adaptation(config: Config, platform: Platform, choice: DraftChoice | 
         return None
     policy, calibration, source = _settings(speculation, control)
     name = f"adaptive_{control}_cost_table"
-    table, output = getattr(speculation, name), getattr(speculation, f"{name}_output")
-    if output:
-        check_output(Path(output), flag=f"{name}_output")
+    table, output = _path(getattr(speculation, name)), _path(getattr(speculation, f"{name}_output"))
+    if output is not None:
+        check_output(output, flag=f"{name}_output")
     shipped = None
-    if table:
+    if table is not None:
         if calibration is not None:
             raise ConfigError(calibration_with_table(speculation))
-        calibration, source = peek_settings(Path(table), flag=name), f"--{name}={table}"
+        calibration, source = peek_settings(table, flag=name), f"--{name}={table}"
     elif calibration is None:
         shipped = shipped_calibration(platform.name, control)
         calibration = shipped or CalibrationSettings()
@@ -80,11 +80,11 @@ def choose_adaptation(config: Config, platform: Platform, choice: DraftChoice | 
         source=source,
         shipped=shipped is not None,
         policy=policy,
-        table=Path(table) if table else None,
+        table=table,
         table_flag=name,
-        output=Path(output) if output else None,
+        output=output,
         output_flag=f"{name}_output",
-        cached=shipped is not None and not output,
+        cached=shipped is not None and output is None,
     )
 
 
@@ -138,6 +138,10 @@ def _settings(
     if not path:
         return DraftStepSettings(), None, ""
     return DraftStepSettings(), parse_calibration(_read(path, flag), f"--{flag}={path}"), f"--{flag}={path}"
+
+
+def _path(given: str) -> Path | None:
+    return Path(given).expanduser() if given else None
 
 
 def _read(path: str, flag: str) -> dict[str, Any]:

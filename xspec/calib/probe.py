@@ -1,7 +1,7 @@
 """Measures rounds the way serving runs them: driver, scheduler, pipeline and device on made-up prompts.
 
-What is run, and in which order, follows from the settings alone; the clock only says how long rounds took.
-Knows nothing about curves, files or asyncio.
+What is run, and in which order, follows from the settings and the model's answers; the clock only decides
+which windows are measured again. Knows nothing about curves, files or asyncio.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def probe(service: Service, effective: Effective, progress: Progress) -> Measure
     second, and so on, so that growing KV and a noisy machine meet all of them alike. Not counted are
     `warmup_steps` rounds before a point's first window (at least one), one before each later window, and
     rounds that end with nothing submitted behind them. A window is the median of `window_steps` intervals
-    between retirements. Where the median window of a point lies 20 % above its fastest, the slowest is
-    measured again, as often as there are windows. Prompts are read afresh before a window that would surely
-    leave the context's KV lengths, or that model or cache might not hold if every draft were accepted.
+    between retirements. Where the median window of a point lies over 20 % above its fastest, the slowest is
+    measured again, at most as often as there are windows. Prompts are read afresh before a window that would
+    surely leave the context's KV lengths, or that model or cache might not hold if every draft were accepted.
 
     `prefill_ms_per_token` is that of rounds of nothing but prompts that followed another such round, all
     tokens of a filling together; the median of the fillings.

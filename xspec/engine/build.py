@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from xspec import __version__
 from xspec.calib.calibrate import Calibrated, calibrated_costs
 from xspec.calib.choose import Adaptation, choose_adaptation, speculation_of
 from xspec.config import Config
+from xspec.cost.settings import Control
 from xspec.draft.choose import DraftChoice, choose_drafter
 from xspec.engine.engine import Admission, AsyncEngine
 from xspec.engine.threads import Threads
@@ -172,6 +173,14 @@ def _policies(built: Built) -> Policies:
     )
 
 
+def _adaptation_facts(adaptation: Adaptation) -> dict[str, Any]:
+    """The control and every setting of its policy, defaults included."""
+    settings = asdict(adaptation.policy)
+    if adaptation.control is Control.TARGET_VERIFY:  # it has no more than these
+        settings = {name: settings[name] for name in ("switch_min_gain", "allow_plain_rounds")}
+    return {"control": str(adaptation.control), **settings}
+
+
 def _info(built: Built) -> dict[str, Any]:
     choices, parts, costs = built.choices, built.parts, built.costs
     config, drafter = choices.config, choices.drafter
@@ -195,6 +204,7 @@ def _info(built: Built) -> dict[str, Any]:
             "num_speculative_tokens": drafter.steps,
             "target_verify_width": drafter.verify,
         },
+        "adaptation": None if choices.adaptation is None else _adaptation_facts(choices.adaptation),
         "calibration": None if costs is None else costs.facts(),
         "settings": config.to_flat(non_default_only=True),
     }

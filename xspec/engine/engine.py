@@ -70,6 +70,7 @@ class AsyncEngine:
         self._threads = threads
         self._info = info
         self._policies = policies
+        self._used_policies: dict[str, Policy] = {}
         self._trace = trace
         self._seeds = random.Random(admission.random_seed)
         self._live: dict[str, Live] = {}
@@ -124,13 +125,16 @@ class AsyncEngine:
 
     def use_policy(self, name: str) -> None:
         """Speculate from now on as `name` says: "adaptive" (what the flags enabled), "plain", "fixed:K" or
-        "fixed:K:V" (K drafted, V verified). For comparisons on one engine, while nothing runs.
+        "fixed:K:V" (K drafted, V verified). For comparisons on one engine, while nothing runs. A policy that
+        comes back goes on with what it has learnt.
 
         ConfigError where the name asks for what this engine has not prepared.
         """
         if self._live or not self._driver.pipeline.empty:
             raise RuntimeError("the policy is exchanged while requests run")
-        self._driver.policy = self._policies(name)
+        if name not in self._used_policies:
+            self._used_policies[name] = self._policies(name)
+        self._driver.policy = self._used_policies[name]
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and let running ones finish; False if time ran out and they were aborted."""
