@@ -39,4 +39,4 @@ class Policy(Protocol):
         """A round retired and its commit succeeded. Called in round order."""
 
     def status(self) -> dict[str, Any]:
-        """What it does at present and why, in JSON-ready values, for operators. Nothing reads it to decide."""
+        """What it does now and why, in JSON-ready values, for operators. Nothing reads it to decide."""

@@ -66,5 +66,6 @@ class Policies:
                 return FixedPolicy(steps, verify)
         prepared = ", ".join(map(str, (0, *self.steps)))
         raise ConfigError(
-            f"policy {name!r}: allowed: adaptive, plain, fixed:K or fixed:K:V with K of {prepared} and V up to K"
+            f"policy {name!r}: allowed: adaptive, plain, fixed:K or fixed:K:V with K of {prepared} "
+            "and V up to K"
         )
