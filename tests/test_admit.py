@@ -78,7 +78,7 @@ def test_no_allocation_has_a_larger_sum(data: st.DataObject) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_later_positions_never_change_an_earlier_admission(data: st.DataObject) -> None:
-    """Whether draft k of a request is verified may depend on its signals up to k only (decision 7's proof)."""
+    """Whether draft k is verified may depend on its request's signals up to k only (proof of decision 7)."""
     lanes, width = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 5))
     chance = st.floats(0.0, 1.0, width=32)
     row = st.lists(chance, min_size=width, max_size=width)
