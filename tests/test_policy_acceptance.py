@@ -56,14 +56,14 @@ def test_what_leaves_the_window_anchors_it_with_at_most_32_trials() -> None:
     assert rates.conditional() == pytest.approx([(0 + 32 * 62.4 / 64) / 33])
 
 
-def test_the_longer_memory_holds_120_trials() -> None:
+def test_the_longer_memory_holds_400_trials() -> None:
     rates = PrefixRates(1, window_size=1)
     for _ in range(100):
         rates.observe([row(i, 1, 1) for i in range(32)])
     for _ in range(2):
         rates.observe([row(i, 1, 0) for i in range(32)])
-    # 120 of 120, then 32 failures left the window: 120 of 152, decayed to 120 trials. Window: 0 of 32.
-    long = (120 * 120 / 152 + 2.4) / 124
+    # 400 of 400, then 32 failures left the window: 400 of 432, decayed to 400 trials. Window: 0 of 32.
+    long = (400 * 400 / 432 + 2.4) / 404
     assert rates.conditional() == pytest.approx([32 * long / 64])
 
 

@@ -16,7 +16,7 @@ from xspec.core.round import RowFeedback
 PRIOR_RATE = 0.6
 PRIOR_TRIALS = 4.0
 LONG_MAX_WEIGHT = 32.0
-LONG_MAX_TRIALS = 120.0
+LONG_MAX_TRIALS = 400.0
 AGING_HALF_LIFE_BATCHES = 2000.0
 
 Floats = NDArray[np.float64]
@@ -26,7 +26,7 @@ class PrefixRates:
     """Conditional rates over the last `window_size` speculative batches, anchored to a longer memory.
 
     q_i = (accepted_i + m_i long_i) / (trials_i + m_i). The longer memory, long_i = (accepted + 0.6 * 4) /
-    (trials + 4), holds what left the window, decayed to at most 120 trials, and a prior of 0.6 worth 4
+    (trials + 4), holds what left the window, decayed to at most 400 trials, and a prior of 0.6 worth 4
     trials. It weighs as many trials as it holds, m_i = 32 at most. Evidence at a position without a trial
     halves every 2000 completed decode batches, so its rate drifts to the prior.
     """
@@ -38,7 +38,6 @@ class PrefixRates:
         self._long_trials = np.zeros(width)
         self._long_accepted = np.zeros(width)
         self._next = 0  # the oldest batch of the window, replaced next
-        self.batches = 0  # with trials, so far
 
     def observe(self, rows: Sequence[RowFeedback]) -> None:
         """A completed decode batch. A plain one, in which nothing was verified, only ages the evidence."""
@@ -71,7 +70,6 @@ class PrefixRates:
         self._long_accepted *= kept
         self._trials[self._next], self._accepted[self._next] = trials, accepted
         self._next = (self._next + 1) % len(self._trials)
-        self.batches += 1
 
     def _age(self, unseen: NDArray[np.bool_]) -> None:
         kept = np.where(unseen, 0.5 ** (1.0 / AGING_HALF_LIFE_BATCHES), 1.0)

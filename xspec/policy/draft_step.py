@@ -121,7 +121,7 @@ class DraftStepPolicy:
             return held, "hold", None
         scores = self._scores(held.load_id, load, at, costs_ms)
         # The minimum gain is against noise at a load: a new one, and the first window, are met by the best.
-        settled = held.load_id != now.plan_id and self._rates.batches >= self._settings.window_size
+        settled = held.load_id != now.plan_id and now.batches >= self._settings.window_size
         held, cause = choose(held, now, scores, self._settings.switch_min_gain if settled else 0.0)
         return held, "hold" if cause is None else "switch", cause
 
