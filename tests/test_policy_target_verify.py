@@ -208,6 +208,28 @@ def test_the_correction_remembers_400_rows() -> None:
     assert correction.factors == pytest.approx([416 / 216])
 
 
+def test_a_request_that_does_worse_than_its_signals_gets_a_factor_of_its_own() -> None:
+    memory = SignalMemory(2)
+    memory.observe([1, 2], np.full((2, 2), 0.5), 1)
+    memory.settle([1, 2], np.array([0.0, 2.0]), np.array([1.0, 1.0]))
+    # (0 + 4) / (1 + 4) and (2 + 4) / (1 + 4); of a request nothing is known of, 4 / 4.
+    assert memory.own_factors(memory.places([1, 2, 3])) == pytest.approx([0.8, 1.2, 1.0])
+    memory.settle([1], np.array([0.0]), np.array([31.0]))
+    # 32 promised count as 16: (0 + 4) / (16 + 4).
+    assert memory.own_factors(memory.places([1])) == pytest.approx([0.2])
+
+
+def test_equal_signals_are_corrected_by_what_each_request_kept() -> None:
+    chosen = policy(by_rows({2: 13.5, 3: 14.0, 4: 15.0}, plain_ms=10.0), 1, 2, [2, 3])
+    for plan_id in range(60):
+        plan = chosen.plan(view(plan_id, (1, 2)))
+        drafts = plan.draft_steps
+        done = [row(1, drafts, drafts, proposed=drafts), row(2, drafts, 0, proposed=drafts)]
+        chosen.observe(feedback(plan, done, signals=[[0.6], [0.6]] if drafts else None))
+    easy, hard = chosen._signals.own_factors(chosen._signals.places([1, 2]))
+    assert easy > 1.2 and hard < 0.5
+
+
 def test_overconfident_signals_lead_to_smaller_budgets() -> None:
     costs = {1: 10.0, 2: 14.0, 3: 18.0}
     chosen = policy(by_rows(costs), 2, 1, [1, 2])
@@ -220,7 +242,7 @@ def test_overconfident_signals_lead_to_smaller_budgets() -> None:
         done = [row(1, drafts, min(drafts, int(plan_id % 5 == 0)), proposed=2)]
         chosen.observe(feedback(plan, done, signals=[[0.9, 0.9]]))
     assert tiers[1] == 3 and set(tiers[60:]) == {1}
-    assert chosen.status()["signal_correction"][0] < 0.6
+    assert chosen.status()["signal_correction"][0] < 0.9
 
 
 # -- plain or not ---------------------------------------------------------------------------------

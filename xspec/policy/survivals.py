@@ -20,6 +20,8 @@ CORRECTION_MAX_ROWS = 400.0
 PROFILE_MAX_ROWS = 64.0
 OWN_MAX_ROUNDS = 8.0
 PROFILE_WEIGHT_ROUNDS = 8.0
+OWN_CORRECTION_WEIGHT = 4.0
+OWN_CORRECTION_MAX = 16.0
 STALE_BATCHES = 64
 FORGET_BATCHES = 512
 """A sequence without feedback for so many decode batches is gone, or begins anew."""
@@ -48,8 +50,11 @@ class Correction:
         self._predicted = np.zeros(width)
         self.factors: Floats = np.ones(width)
 
-    def observe(self, rows: Sequence[RowFeedback], predicted: Floats) -> None:
-        """`predicted` [rows, K]: survivals of the very drafts that were verified."""
+    def observe(self, rows: Sequence[RowFeedback], predicted: Floats) -> tuple[Floats, Floats]:
+        """`predicted` [rows, K]: survivals of the very drafts that were verified.
+
+        -> accepted drafts of each row, and how many its corrected signals had promised. [rows] each
+        """
         accepted = np.array([row.accepted for row in rows])
         # Where the answer ended at the target's own token, the drafts behind it had been decided too.
         decided = np.array([row.accepted if row.censored else row.admitted for row in rows])
@@ -60,7 +65,9 @@ class Correction:
         kept = CORRECTION_MAX_ROWS / np.maximum(self._rows, CORRECTION_MAX_ROWS)
         for sums in (self._rows, self._accepted, self._predicted):
             sums *= kept
+        promised = np.where(asked, self.apply(predicted), 0.0).sum(axis=1)
         self.factors = (self._accepted + CORRECTION_WEIGHT) / (self._predicted + CORRECTION_WEIGHT)
+        return np.minimum(accepted, decided).astype(np.float64), promised
 
     def apply(self, raw: Floats) -> Floats:
         """Corrected survivals: at most 1, and never above the position before. [..., K]"""
@@ -103,6 +110,8 @@ class SignalMemory:
         self._rounds = np.zeros(1)
         self._batch = np.zeros(1, dtype=np.int64)  # of the latest
         self._alive = np.zeros(1, dtype=np.int64)  # batch of the last feedback
+        self._accepted = np.zeros(1)
+        self._promised = np.zeros(1)
         self._swept = 0
 
     def __len__(self) -> int:
@@ -115,6 +124,20 @@ class SignalMemory:
         self._latest[places], self._rounds[places] = raw, rounds
         self._mean[places] += (raw - self._mean[places]) / rounds[:, None]
         self._batch[places] = self._alive[places] = batch
+
+    def settle(self, sequence_ids: Sequence[int], accepted: Floats, promised: Floats) -> None:
+        """Drafts accepted of sequences just observed, and how many their signals had promised. [sequences]"""
+        places = self.places(sequence_ids)
+        accepted, promised = self._accepted[places] + accepted, self._promised[places] + promised
+        kept = OWN_CORRECTION_MAX / np.maximum(promised, OWN_CORRECTION_MAX)
+        self._accepted[places], self._promised[places] = accepted * kept, promised * kept
+
+    def own_factors(self, places: Places) -> Floats:
+        """(accepted + 4) / (promised + 4) over the last 16 or so promised drafts; 1: nothing known."""
+        return np.asarray(
+            (self._accepted[places] + OWN_CORRECTION_WEIGHT)
+            / (self._promised[places] + OWN_CORRECTION_WEIGHT)
+        )
 
     def touch(self, sequence_ids: Sequence[int], batch: int) -> None:
         """They took part in decode batch `batch`. Now and then forgets those that have not for long."""
@@ -151,6 +174,7 @@ class SignalMemory:
                 self._grow()
             place = self._place[sequence_id] = self._free.pop()
             self._mean[place], self._rounds[place] = 0.0, 0.0
+            self._accepted[place], self._promised[place] = 0.0, 0.0
         return place
 
     def _grow(self) -> None:
@@ -158,6 +182,8 @@ class SignalMemory:
         self._latest = np.pad(self._latest, ((0, size), (0, 0)))
         self._mean = np.pad(self._mean, ((0, size), (0, 0)))
         self._rounds = np.pad(self._rounds, (0, size))
+        self._accepted = np.pad(self._accepted, (0, size))
+        self._promised = np.pad(self._promised, (0, size))
         self._batch = np.pad(self._batch, (0, size))
         self._alive = np.pad(self._alive, (0, size))
         self._free = list(range(2 * size - 1, size - 1, -1))

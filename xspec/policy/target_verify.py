@@ -94,11 +94,12 @@ class TargetVerifyPolicy:
             self._signals.touch([row.sequence_id for row in feedback.rows], batch)
             return
         rows = [feedback.rows[index] for index in drafted]
+        sequence_ids = [row.sequence_id for row in rows]
         raw = survivals(feedback.signals[drafted, : self._width])
-        self._signals.observe([row.sequence_id for row in rows], raw, batch)
+        self._signals.observe(sequence_ids, raw, batch)
         self._signals.touch([row.sequence_id for row in feedback.rows if not row.proposed], batch)
+        self._signals.settle(sequence_ids, *self._correction.observe(rows, raw))
         self._profile.observe(raw)
-        self._correction.observe(rows, raw)
 
     def status(self) -> dict[str, Any]:
         held, last = self._turns.held, self._last
@@ -208,7 +209,8 @@ class TargetVerifyPolicy:
             vague = (batch.places == 0) | self._signals.stale(batch.places, self._ledger.batches)
             if vague.any():
                 raw[vague] = self._signals.typical(batch.places[vague], self._profile.mean)
-        return np.where(batch.matters, self._correction.apply(raw), 0.0)
+        corrected = self._correction.apply(raw) * self._signals.own_factors(batch.places)[:, None]
+        return np.where(batch.matters, np.minimum(corrected, 1.0), 0.0)
 
     def _budgeted(self, batch: Batch, promised: Floats) -> Floats:
         """The same for the choice of a budget: a request without feedback counts as surely accepted."""
