@@ -434,7 +434,7 @@ def test_phases_on_the_command_line(engine: PolicyEngine, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert "phases 1:20.5,3:20.5\n  policy" in shown and "by phase\n" in shown
     # a client gets 4 tokens a second, or 1
-    table = shown.partition("phases 1:20.5,3:20.5: adaptive, 1 pairs")[2].splitlines()
+    table = shown.partition("phases 1:20.5,3:20.5: adaptive, 1 pair")[2].splitlines()
     assert [line.partition("  (")[0].split("  ")[1] for line in table if "4.000 (4.000 to" in line] == [
         "the best single fixed", "the oracle of all phases",
         "phase 1 (1:20.5), the best fixed of the phase", "phase 2 (3:20.5), the best fixed of the phase",

@@ -120,6 +120,7 @@ SWITCH = "--enable_adaptive_draft_step=true"
         ([SWITCH, "--report=x.html"], ["--report=x.html: allowed: a file name that ends in .md"]),
         ([SWITCH, "--report=/no/such/folder/x.md"], ["--report=/no/such/folder/x.md", "does not exist"]),
         (["--report=x.html"], ["found neither", "ends in .md"]),
+        ([SWITCH, "--round_trace=x.jsonl"], ["--round_trace=x.jsonl", "allowed: serve and bench"]),
         ([SWITCH, "--window_steps=3"], ["--window_steps: unknown flag"]),
     ],
 )
@@ -147,6 +148,12 @@ def test_a_report_never_overwrites_the_costs_it_is_of(
     output = f"--adaptive_draft_step_cost_table_output={name}"
     assert main(["calibrate", SWITCH, output, f"--report={tmp_path / 'x.md'}"]) == 1
     assert f"is the file of {output} too; allowed: two files" in capsys.readouterr().err
+
+
+def test_a_setting_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.json").write_text('{"version": 1, "calibration": {"token_seed": 1, "token_seed": 2}}')
+    assert main(["calibrate", SWITCH, f"--adaptive_draft_step_config={tmp_path / 'c.json'}"]) == 1
+    assert "not JSON: keys given twice: token_seed" in capsys.readouterr().err
 
 
 def test_help_tells_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,10 @@ def check(launch: Launch) -> Path | None:
         found = " and ".join(f"--{switch}=true" for switch in on) or "neither"
         allowed = " or ".join(f"--{switch}" for switch in SWITCHES.values())
         mistakes.append(f"{allowed} says what is calibrated: found {found}; allowed: one of them")
+    if trace := launch.config.execution.round_trace:
+        mistakes.append(
+            f"--round_trace={trace}: there are no requests to trace here; allowed: serve and bench"
+        )
     report = Path(launch.value("report")).expanduser() if launch.value("report") else None
     if report is not None:
         mistakes += _against_report(report, launch.config)

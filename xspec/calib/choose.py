@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from xspec.config import Config, SpeculationConfig
 from xspec.core.shapes import BucketGrid, TargetTiers
 from xspec.cost.bundle import check_output, peek_settings
+from xspec.cost.read import read_json
 from xspec.cost.settings import (
     MAX_DRAFT_STEP_BUCKET,
     CalibrationSettings,
@@ -146,10 +145,10 @@ def _path(given: str) -> Path | None:
 
 def _read(path: str, flag: str) -> dict[str, Any]:
     try:
-        raw = orjson.loads(Path(path).expanduser().read_bytes())
+        raw = read_json(Path(path).expanduser().read_bytes())
     except OSError as error:
         raise ConfigError(f"--{flag}={path}: cannot be read: {error.strerror or error}") from error
-    except orjson.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # JSON and encoding errors are ValueErrors
         raise ConfigError(f"--{flag}={path}: not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"--{flag}={path}: allowed: a JSON object, got {type(raw).__name__}")

@@ -27,6 +27,7 @@ from xspec.cost.bundle_json import (
 )
 from xspec.cost.legacy import bare_table, everywhere, read_bare
 from xspec.cost.model import CostTable
+from xspec.cost.read import read_json
 from xspec.cost.settings import CalibrationSettings, Control, parse_calibration
 from xspec.errors import CalibrationError
 
@@ -193,7 +194,7 @@ def _where(path: Path, flag: str) -> str:
 
 def _content(path: Path, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_constant=_no_number)
+        content = read_json(path.read_bytes())
     except OSError as error:
         raise CalibrationError(f"{where}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # JSON and encoding errors are ValueErrors
@@ -201,18 +202,6 @@ def _content(path: Path, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CalibrationError(f"{where}: allowed: a JSON object, found {type(content).__name__}")
     return content
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = sorted({key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1})
-        raise ValueError(f"keys given twice: {', '.join(twice)}")
-    return found
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _raw(content: Mapping[str, Any], where: str) -> RawBundle:

@@ -23,6 +23,26 @@ class BadValue(Exception):
     """Why a value is refused, in one line with its place."""
 
 
+def read_json(text: bytes) -> Any:
+    """Strict JSON: no key twice in an object, of which one would be ignored, and no NaN or Infinity.
+
+    ValueError; RecursionError where it nests too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = sorted({key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1})
+        raise ValueError(f"keys given twice: {', '.join(twice)}")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def read_object(
     raw: Any, readers: Mapping[str, Reader], where: str, mistakes: list[str], needed: Collection[str] = ()
 ) -> dict[str, Any]:

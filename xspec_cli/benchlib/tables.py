@@ -224,7 +224,8 @@ def _verdict_table(level: Level, candidate: str, found: Sequence[Verdict]) -> li
     ways = [way for way in (SAME_ROUNDS, OTHER_HALF) if any(way in row for row in rows.values())]
     wide = max(map(len, (*rows, "over")))
     widths = [max(len(way), *(len(row.get(way, "")) for row in rows.values())) for way in ways]
-    lines = [f"{level}: {candidate}, {found[0].ratio.pairs} pairs"]
+    pairs = found[0].ratio.pairs
+    lines = [f"{level}: {candidate}, {pairs} pair{'s' if pairs > 1 else ''}"]
     for name, row in (("over", dict(zip(ways, ways, strict=True))), *rows.items()):
         cells = (f"{row.get(way, ''):{width}}" for way, width in zip(ways, widths, strict=True))
         lines.append(f"  {name:{wide}}  {'  '.join(cells)}".rstrip())
