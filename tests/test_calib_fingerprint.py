@@ -22,6 +22,8 @@ from xspec.platform.cpu import CpuPlatform, cpu_model
 
 FLAGS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "block size": ({"block_size": 16}, {"block_size"}),
+    "quantised target": ({"quantization": "int4"}, {"quantization"}),
+    "quantised drafter": ({"draft_quantization": "int8"}, {"draft_quantization"}),
     "probabilistic": ({"enable_probabilistic_draft": True}, {"probabilistic_draft"}),
     "no overlap": ({"enable_schedule_overlap": False}, {"schedule_overlap", "slots"}),
     "no pipeline": ({"enable_task_pipeline": False}, {"task_pipeline", "slots"}),

@@ -331,8 +331,8 @@ class Poisoned(Device):
     def execute(self, plan: RoundPlan, slot: Slot) -> Event:
         event = super().execute(plan, slot)
         if key_of(plan) == (2, 2, 4):
-            slot.decoded.counts.zero_()
-            slot.decoded.bad.fill_(True)
+            slot.decoded.told.counts.zero_()
+            slot.decoded.told.bad.fill_(True)
         return event
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -198,3 +200,16 @@ def test_chunks_that_sample_take_the_drawn_tokens_in_order() -> None:
     slot.begin()
     slot.bad_chunks[:3] = False
     assert all(c.scored == () for c in slot.read(plan_of(chunks)).chunks)
+
+
+def test_every_row_knows_whose_pages_it_reads(rows: DeviceRows) -> None:
+    """What the inputs say is what their segments mean, for whoever is given no `sequences`."""
+    decoded = rows.decode_inputs(torch.tensor([2, 1]), 3, 3, (Segment(0, 2, 3, 3, 0),))
+    chunks = rows.chunk_inputs(torch.tensor([1, 2]), [1, 0], [4, 2], chunk_segments([4, 2], [2, 1]))
+    lanes, offsets = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 0, 1, 2])
+    ragged = Ragged(dense=torch.tensor([0, 1, 2, 1, 2, 3]), flat=torch.tensor([0, 3, 4, 5]))
+    verified = rows.ragged_inputs(torch.tensor([2, 1]), lanes, offsets, ragged, 3, (Segment(0, 2, 3, 3, 0),))
+    expected = ([0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 1])
+    for inputs, owners in zip((decoded, chunks, verified), expected, strict=True):
+        assert inputs.sequences is not None and inputs.sequences.tolist() == owners
+        assert replace(inputs, sequences=None).owners().tolist() == owners

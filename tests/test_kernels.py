@@ -72,8 +72,11 @@ def test_norm_rope_silu(dtype: torch.dtype) -> None:
     heads, per_head = randn(9, 6, 8, dtype=dtype), randn(6, 8, dtype=dtype, seed=1)
     close(kernels.rms_norm(heads, per_head, 1e-5), reference.rms_norm(heads, per_head, 1e-5), dtype)
     assert torch.equal(kernels.rms_norm(heads * 0, per_head, 1e-5), heads * 0)
-    close(kernels.silu_mul(x), reference.silu_mul(x), dtype)
-    close(reference.silu_mul(x), F.silu(x[:, :24].double()) * x[:, 24:].double(), dtype)
+
+    weight, bias = randn(20, 48, dtype=dtype, seed=5), randn(20, dtype=dtype, seed=6)
+    gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, -1)
+    for packed in (kernels.pack_gated(weight, bias), reference.pack_gated(weight, bias)):
+        close(packed(x), F.silu(gate) * up, dtype)
 
     rope = Rope(inverse_frequencies(RopeConfig(1e4), 8), dtype, torch.device("cpu"))
     cos, sin = rope(torch.tensor([0, 1, 5, 99, 3, 3, 8, 20, 50]))

@@ -96,7 +96,7 @@ def test_gguf_rope(tmp_path: Path) -> None:
     factors = torch.tensor([1.0, 1.0, 2.0, 3.0, 4.0, 8.0, 8.0, 8.0])
     target = load(write_gguf(tmp_path / "f.gguf", "llama", rope_factors=factors))
     assert target.config.rope.scaling is RopeScaling.FACTORS
-    cos, _ = target._rope(torch.tensor([7]))
+    cos, _ = target._layers._rope(torch.tensor([7]))
     plain = 1.0 / 1e4 ** (torch.arange(0, 16, 2) / 16)
     torch.testing.assert_close(cos[0, 0, :8], (7 * plain / factors).cos().double())
     fields = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}

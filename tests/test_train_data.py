@@ -204,7 +204,7 @@ def test_shared_weights_are_the_targets(variant: str, tmp_path: Path) -> None:
     assert torch.equal(weights.head, target.head_rows(ids))
     hidden = torch.randn(5, files.config.hidden_size)
     torch.testing.assert_close(hidden @ weights.head.T, target.logits(hidden), atol=1e-4, rtol=1e-5)
-    assert torch.equal(weights.norm, target._norm._weight)
+    assert torch.equal(weights.norm, target._layers._norm.weights.weight)
     assert (weights.sizes.heads, weights.sizes.kv_heads, weights.sizes.inner) == (4, 2, 96)
     assert files.name == variant and files.end_ids == (0, 2)
 

@@ -31,10 +31,12 @@ def write_gguf(
     variant: str,
     *,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     fields: Mapping[str, Any] | None = None,
     rope_factors: torch.Tensor | None = None,
 ) -> Path:
-    """`kind` applies to matrices; `fields` adds or overrides metadata (None removes)."""
+    """`kind` applies to matrices, `kinds` instead to those whose name ends so; `fields` adds or overrides
+    metadata (None removes)."""
     config = tiny.make_config(variant)
     arch = config["model_type"]
     writer = gguf.GGUFWriter(path, arch)
@@ -64,7 +66,8 @@ def write_gguf(
     for name, weight in tiny.make_weights(config).items():
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             weight = interleave(weight, heads if ".q_proj." in name else kv_heads)
-        quantised = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+        own = (other for end, other in (kinds or {}).items() if name.endswith(end))
+        quantised = next(own, kind) if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quantize(weight.numpy(), quantised)
         writer.add_tensor(gguf_name(name), data, raw_dtype=quantised)
     if rope_factors is not None:

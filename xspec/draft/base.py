@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from xspec.draft.heads import selected_probability
 from xspec.kv.layout import Planes
 from xspec.models.base import Hidden
 from xspec.nn.inputs import ForwardInputs
@@ -66,6 +67,8 @@ class DraftContext:
     Greedy, or with --enable_probabilistic_draft the argmax of logits / temperature plus the target's own
     noise for those token ids at that position (greedy rows stay greedy).
     """
+    probability: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = selected_probability
+    """probability(logits [R, D], columns [R]) -> [R] float32: the softmax probability of what was picked."""
     sampled: torch.Tensor | None = None  # [R] bool: lanes whose target draws with a temperature; None: none
 
 
@@ -92,12 +95,19 @@ class Published:
     lanes: torch.Tensor  # [N] index of each flat row's sequence
     first: torch.Tensor  # [S] flat index of each sequence's first row
     committed: torch.Tensor  # [S] int64
+    fact_slots: torch.Tensor | None = None  # [N] KV slots of facts, the sink's of other rows; None: not known
 
     @property
     def facts(self) -> torch.Tensor:
         """[N] bool: which rows are facts."""
         flat = torch.arange(self.lanes.shape[0], device=self.lanes.device)
         return flat - self.first[self.lanes] < self.committed[self.lanes]
+
+    def slots_or(self, sink_slot: int) -> torch.Tensor:
+        """[N] int64: where what is kept of each row may go."""
+        if self.fact_slots is not None:
+            return self.fact_slots
+        return torch.where(self.facts, self.inputs.slots, sink_slot)
 
 
 class Drafter(Protocol):

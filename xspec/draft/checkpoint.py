@@ -14,6 +14,7 @@ import torch
 
 from xspec.errors import CheckpointError, UnsupportedError
 from xspec.kernels.base import Kernels
+from xspec.kernels.quantised import quantise
 from xspec.models.base import Target, TargetSpec
 from xspec.models.checkpoint import Checkpoint
 from xspec.models.config import DecoderConfig
@@ -132,12 +133,21 @@ class DraftHead:
         return columns if self.ids is None else self.ids[columns]
 
 
-def share_head(target: Target, kernels: Kernels, ids: torch.Tensor | None, device: torch.device) -> DraftHead:
-    """A reduced head is a packed copy of the target's rows; the whole one is the target's itself."""
+def share_head(
+    target: Target,
+    kernels: Kernels,
+    ids: torch.Tensor | None,
+    device: torch.device,
+    *,
+    quantised: bool = False,
+) -> DraftHead:
+    """A reduced head is a packed copy of the target's rows (`quantised`: in 8 bits); the whole is its own."""
     if ids is None:
         return DraftHead(target.logits)
     ids = ids.to(device)
-    return DraftHead(kernels.pack_linear(target.head_rows(ids)), ids)
+    rows = target.head_rows(ids)
+    packed = kernels.pack_blocks(quantise(rows, 8)) if quantised else kernels.pack_linear(rows)
+    return DraftHead(packed, ids)
 
 
 def _integers(checkpoint: Checkpoint, name: str, size: int) -> torch.Tensor:

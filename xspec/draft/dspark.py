@@ -42,11 +42,13 @@ from xspec.errors import CheckpointError
 from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
 from xspec.kv.layout import Planes
 from xspec.models.base import Target
-from xspec.models.blocks import Layer, LayerBuilder
+from xspec.models.blocks import LayerBuilder
+from xspec.models.quantised import block_source
 from xspec.nn.embed import Embedding
 from xspec.nn.linear import LinearPart
 from xspec.nn.norm import RMSNorm
 from xspec.nn.rope import CosSin, Rope, inverse_frequencies
+from xspec.nn.stack import LayerStack
 
 PER_ROW = "per row"
 """Every row by the table of its own regime."""
@@ -90,10 +92,8 @@ class DSparkModule:
     """The packed weights. `mask` [hidden] stands at all positions of a block but the anchor's."""
 
     context: ContextKV
-    layers: tuple[Layer, ...]
-    norm: RMSNorm
-    rope: Rope
-    shape: AttentionShape
+    layers: LayerStack
+    rope: Rope  # of the context's keys
     mask: torch.Tensor
     markov: Markov
     signals: Signals
@@ -127,22 +127,25 @@ class DSparkDrafter:
         device: torch.device,
         steps: int,
         regime: str | None = PER_ROW,
+        quantization: str = "none",
     ) -> DSparkDrafter:
         """Read --draft_model `path`. `steps` must be its block size.
 
         `regime`: which table of the checkpoint's confidence calibration to use, by default each row's own
-        ("greedy" or "sampled"); None: the head's raw word, as fitting a calibration needs it. ConfigError
-        names what does not fit the formats or the target.
+        ("greedy" or "sampled"); None: the head's raw word, as fitting a calibration needs it. `quantization`:
+        of the linears. ConfigError names what does not fit the formats or the target.
         """
         checkpoint, config, ids = open_dspark(path, target.spec)
         try:
             check_steps(config, steps, checkpoint.name)
-            build = LayerBuilder(config.layers, checkpoint.read, kernels, dtype, device)
+            blocks = block_source(checkpoint, quantization, "draft_quantization")
+            build = LayerBuilder(config.layers, checkpoint.read, kernels, dtype, device, blocks)
             signals = _signals(config, build, regime, checkpoint.name)
             module = _module(config, build, target, len(ids) if ids is not None else None, signals)
         finally:
             checkpoint.close()
-        return cls(config, module, target, kernels, share_head(target, kernels, ids, device))
+        head = share_head(target, kernels, ids, device, quantised=quantization != "none")
+        return cls(config, module, target, kernels, head)
 
     def attach(self, memory: DraftMemory) -> None:
         if len(memory.slabs) != len(self._module.layers):
@@ -157,7 +160,7 @@ class DSparkDrafter:
     def publish(self, published: Published) -> None:
         memory, inputs = self._attached(), published.inputs
         kv = self._module.context(published.hidden.taps, self._module.rope(inputs.positions))
-        slots = torch.where(published.facts, inputs.slots, memory.sink_slot)
+        slots = published.slots_or(memory.sink_slot)
         for slab, layer_kv in zip(memory.slabs, kv.unbind(0), strict=True):
             self._kernels.store_kv(slab, layer_kv, slots)
 
@@ -176,23 +179,19 @@ class DSparkDrafter:
             columns.append(context.pick(logits[-1], context.positions + (slot + 1), self._head.ids))
             previous = self._head.tokens(columns[-1])
             tokens.append(previous)
-        signals = self._module.signals(Block(hidden, embedded, logits, columns, context.sampled))
+        block = Block(hidden, embedded, logits, columns, context.sampled, context.probability)
+        signals = self._module.signals(block)
         return Draft(torch.stack(tokens, 1), signals)
 
     def _backbone(self, context: DraftContext) -> torch.Tensor:
         """One pass over [anchor, mask, mask ..] of each lane -> [B, R, hidden] after the final norm."""
         memory, module, width = self._attached(), self._module, self.spec.block
         inputs = context.inputs(0, width, False)
-        paged = self._kernels.paged_attention(inputs, module.shape, memory.slabs[0])
-        cos_sin = module.rope(inputs.positions)
         lanes = context.rows.shape[0]
         block = module.mask.repeat(lanes, width, 1)
         block[:, 0] = self._target.embed(context.last_tokens)
-        residual = block.flatten(0, 1)  # [R * B, hidden]
-        for layer, slab in zip(module.layers, memory.slabs, strict=True):
-            residual = layer.attention(layer.input_norm(residual), residual, cos_sin, paged, slab)
-            residual = layer.mlp(layer.mlp_norm(residual), residual)
-        hidden = module.norm(residual).view(lanes, width, -1)
+        streams = module.layers(block.flatten(0, 1), inputs, memory.slabs)
+        hidden = streams.last.view(lanes, width, -1)
         return hidden.transpose(0, 1).contiguous()
 
     def _attached(self) -> DraftMemory:
@@ -210,12 +209,12 @@ def _module(
         mask = build.vector(MASK, hidden)
     else:
         mask = target.embed(torch.tensor([config.mask_token_id], device=build.device))[0]
+    built = tuple(build.layer(layer_prefix(index), shape) for index in range(layers.num_layers))
+    rope = Rope(inverse_frequencies(layers.rope, layers.head_dim), build.dtype, build.device)
     return DSparkModule(
         context=_context(config, build, shape),
-        layers=tuple(build.layer(layer_prefix(index), shape) for index in range(layers.num_layers)),
-        norm=build.norm(NORM, hidden),
-        rope=Rope(inverse_frequencies(layers.rope, layers.head_dim), build.dtype, build.device),
-        shape=shape,
+        layers=LayerStack(build.kernels, shape, built, build.norm(NORM, hidden), rope),
+        rope=rope,
         mask=mask,
         markov=_markov(config, build, draft_vocab or layers.vocab_size),
         signals=signals,

@@ -6,7 +6,7 @@ caches or checkpoint dialects.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,12 @@ class GatedMarkov:
         return self._output(gate * embedded, base)
 
 
+def selected_probability(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """[N, D], [N] -> [N] float32: the drafter's own probability of what it picked."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return (wide.gather(1, columns[:, None])[:, 0] - wide.logsumexp(1)).exp().float()
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """B drafted slots of R lanes, slot-major."""
@@ -75,6 +81,7 @@ class Block:
     logits: Sequence[torch.Tensor]  # B times [R, D], Markov bias included
     columns: Sequence[torch.Tensor]  # B times [R]: which were picked
     sampled: torch.Tensor | None = None  # [R] bool: lanes whose target draws with a temperature; None: none
+    probability: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = selected_probability
 
 
 class Signals(Protocol):
@@ -122,10 +129,4 @@ class SelectedProbability:
 
     def __call__(self, block: Block) -> torch.Tensor:
         slots = zip(block.logits, block.columns, strict=True)
-        return torch.stack([selected_probability(logits, columns) for logits, columns in slots], 1)
-
-
-def selected_probability(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """[N, D], [N] -> [N] float32: the drafter's own probability of what it picked."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return (wide.gather(1, columns[:, None])[:, 0] - wide.logsumexp(1)).exp().float()
+        return torch.stack([block.probability(logits, columns) for logits, columns in slots], 1)

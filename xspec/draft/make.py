@@ -26,21 +26,36 @@ def load_drafter(
     dtype: torch.dtype,
     device: torch.device,
     steps: int,
+    quantization: str = "none",
 ) -> Drafter:
     """--speculative_algorithm (any case) over --draft_model `path`, up to --num_speculative_tokens `steps`.
 
-    `path` None: what the target's own files at `model` bring. The drafter still has to be attached.
+    `path` None: what the target's own files at `model` bring. `quantization`: of its linears, see
+    models.quantised. The drafter still has to be attached.
     ConfigError names the flag or the checkpoint's key that does not fit.
     """
     match algorithm.lower():
         case "mtp":
             return MtpDrafter.load(
-                path, model=model, target=target, kernels=kernels, dtype=dtype, device=device, steps=steps
+                path,
+                model=model,
+                target=target,
+                kernels=kernels,
+                dtype=dtype,
+                device=device,
+                steps=steps,
+                quantization=quantization,
             )
         case "dspark":
             if path is None:
                 raise ConfigError(f"--speculative_algorithm={algorithm} needs --draft_model=DIR")
             return DSparkDrafter.load(
-                path, target=target, kernels=kernels, dtype=dtype, device=device, steps=steps
+                path,
+                target=target,
+                kernels=kernels,
+                dtype=dtype,
+                device=device,
+                steps=steps,
+                quantization=quantization,
             )
     raise ConfigError(f"--speculative_algorithm={algorithm}: allowed: {', '.join(ALGORITHMS)}")

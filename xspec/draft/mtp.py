@@ -14,16 +14,18 @@ import torch
 
 from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, Published
 from xspec.draft.checkpoint import DraftHead, check_against_target, read_draft_vocabulary, share_head
-from xspec.draft.heads import selected_probability
 from xspec.draft.mtp_config import HiddenState, MtpConfig, open_mtp
 from xspec.errors import ConfigError
 from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
+from xspec.kernels.rounds import FusedCarry
 from xspec.kv.layout import Planes
 from xspec.models.base import Hidden, Target
-from xspec.models.blocks import Layer, LayerBuilder
+from xspec.models.blocks import LayerBuilder
+from xspec.models.quantised import block_source
 from xspec.nn.linear import LinearPart
 from xspec.nn.norm import RMSNorm
 from xspec.nn.rope import Rope, inverse_frequencies
+from xspec.nn.stack import LayerStack
 
 MAX_STEPS = 16
 
@@ -37,10 +39,8 @@ class MtpModule:
 
     pair_norm: RMSNorm
     join: PackedLinear
-    layer: Layer
-    norm: RMSNorm
-    rope: Rope
-    shape: AttentionShape
+    layers: LayerStack  # of one layer
+    carry: FusedCarry | None  # None: `carry_states` does it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,6 @@ class MtpDrafter:
         config: MtpConfig,
         module: MtpModule,
         target: Target,
-        kernels: Kernels,
         head: DraftHead,
         steps: int,
     ) -> None:
@@ -74,7 +73,7 @@ class MtpDrafter:
             planes=Planes(1, layer.kv_heads, layer.head_dim, page_state=layer.hidden_size),
         )
         self._config, self._module = config, module
-        self._target, self._kernels, self._head = target, kernels, head
+        self._target, self._head = target, head
         self._context: _Context | None = None
 
     @classmethod
@@ -88,10 +87,12 @@ class MtpDrafter:
         dtype: torch.dtype,
         device: torch.device,
         steps: int,
+        quantization: str = "none",
     ) -> MtpDrafter:
         """Read --draft_model `path`, or with None the MTP layer that the target's files at `model` bring.
 
-        `steps`: the largest K. ConfigError names what does not fit the formats or the target.
+        `steps`: the largest K; `quantization`: of the linears. ConfigError names what does not fit the
+        formats or the target.
         """
         if not 1 <= steps <= MAX_STEPS:
             raise ConfigError(
@@ -102,10 +103,12 @@ class MtpDrafter:
             layer = config.layer
             check_against_target(checkpoint.name, layer.hidden_size, layer.vocab_size, target.spec)
             ids = read_draft_vocabulary(checkpoint, layer.vocab_size)
-            module = _build(config, LayerBuilder(layer, checkpoint.read, kernels, dtype, device))
+            blocks = block_source(checkpoint, quantization, "draft_quantization")
+            module = _build(config, LayerBuilder(layer, checkpoint.read, kernels, dtype, device, blocks))
         finally:
             checkpoint.close()
-        return cls(config, module, target, kernels, share_head(target, kernels, ids, device), steps)
+        head = share_head(target, kernels, ids, device, quantised=quantization != "none")
+        return cls(config, module, target, head, steps)
 
     def attach(self, memory: DraftMemory) -> None:
         (slab,) = memory.slabs
@@ -126,44 +129,35 @@ class MtpDrafter:
         picked, signals = [], []
         for step in range(steps):
             inputs = context.inputs(step, 1, True)
-            paged = self._kernels.paged_attention(inputs, module.shape, own.slab)
-            x = self._pair(tokens, hidden)
-            cos_sin = module.rope(inputs.positions)
-            residual = module.layer.attention(module.layer.input_norm(x), x, cos_sin, paged, own.slab)
-            residual = module.layer.mlp(module.layer.mlp_norm(residual), residual)
-            state = Hidden(module.norm(residual), residual)
+            streams = module.layers(self._pair(tokens, hidden), inputs, (own.slab,))
+            state = Hidden(streams.last, streams.residual)
             logits = self._head.logits(state.last)
             columns = context.pick(logits, context.positions + (step + 1), self._head.ids)
             tokens, hidden = self._head.tokens(columns), _state(state, self._config.step_hidden)
             picked.append(tokens)
-            signals.append(selected_probability(logits, columns))
+            signals.append(context.probability(logits, columns))
         return Draft(torch.stack(picked, 1), torch.stack(signals, 1))
 
     def publish(self, published: Published) -> None:
         own, module = self._attached(), self._module
-        memory = own.memory
-        inputs, lanes, rows = published.inputs, published.lanes, published.rows
         states = _state(published.hidden, self._config.target_hidden)  # [N, hidden]
-        offsets = torch.arange(lanes.shape[0], device=lanes.device) - published.first[lanes]
-        facts = offsets < published.committed[lanes]
-
-        # Each row goes with the state of the row before it, a sequence's first with its boundary.
-        boundary = own.boundary[rows]  # [S, hidden]
-        before = torch.cat((states[:1], states[:-1]))
-        before = torch.where((offsets == 0).unsqueeze(1), boundary[lanes], before)
-        x = module.layer.input_norm(self._pair(published.tokens, before))
-        kept = facts & (inputs.positions > 0)
-        slots = inputs.slots.where(kept, inputs.slots.new_full((), memory.sink_slot))
-        module.layer.attention.publish(x, module.rope(inputs.positions), own.slab, slots)
-
-        # A page's last state is kept with the page: a prefix-cache hit ends there.
-        ends = facts & ((inputs.positions + 1) % memory.block_size == 0)
-        pages = (inputs.slots // memory.block_size).where(ends, inputs.slots.new_full((), memory.sink_page))
-        memory.page_state.index_copy_(0, pages, states)
-
-        last = (published.first + published.committed - 1).clamp(min=0)
-        moved = (published.committed > 0).unsqueeze(1)
-        own.boundary.index_copy_(0, rows, torch.where(moved, states[last], boundary))
+        if module.carry is None:
+            before, slots = carry_states(published, states, own.boundary, own.memory)
+        else:
+            memory = own.memory
+            before, slots = module.carry(
+                states,
+                own.boundary,
+                memory.page_state,
+                published.rows,
+                published.first,
+                published.committed,
+                published.inputs,
+                memory.block_size,
+                memory.sink_slot,
+            )
+        pairs = self._pair(published.tokens, before)
+        module.layers.publish(pairs, published.inputs.positions, own.slab, slots)
 
     def _pair(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """[N] tokens, [N, hidden] states of the positions before them -> [N, hidden], the layer's input."""
@@ -184,14 +178,45 @@ def _build(config: MtpConfig, build: LayerBuilder) -> MtpModule:
         layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim**-0.5, build.dtype, first_key=1
     )
     norms = [build.vector(f"{name}.weight", hidden) for name in (names.embedding_norm, names.hidden_norm)]
+    rope = Rope(inverse_frequencies(layer.rope, layer.head_dim), build.dtype, build.device)
+    layers = (build.layer(names.layer, shape),)
+    norm = build.norm(f"{names.norm}.weight", hidden)
     return MtpModule(
         pair_norm=RMSNorm(build.kernels, torch.stack(norms), layer.norm_eps),
         join=build.linear((LinearPart(names.join, hidden, False),), 2 * hidden),
-        layer=build.layer(names.layer, shape),
-        norm=build.norm(f"{names.norm}.weight", hidden),
-        rope=Rope(inverse_frequencies(layer.rope, layer.head_dim), build.dtype, build.device),
-        shape=shape,
+        layers=LayerStack(build.kernels, shape, layers, norm, rope),
+        carry=build.kernels.fuse_carry(),
     )
+
+
+def carry_states(
+    published: Published, states: torch.Tensor, boundary: torch.Tensor, memory: DraftMemory
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move boundary [rows, hidden] and page states on over a pass with states [N, hidden].
+
+    Returns the state before each row [N, hidden], and where its pair is stored [N]: rows that are no facts,
+    and position 0, go to the sink.
+    """
+    inputs, lanes, rows = published.inputs, published.lanes, published.rows
+    offsets = torch.arange(lanes.shape[0], device=lanes.device) - published.first[lanes]
+    facts = offsets < published.committed[lanes]
+
+    # Each row goes with the state of the row before it, a sequence's first with its boundary.
+    starts = boundary[rows]  # [S, hidden]
+    before = torch.cat((states[:1], states[:-1]))
+    before = torch.where((offsets == 0).unsqueeze(1), starts[lanes], before)
+    kept = facts & (inputs.positions > 0)
+    slots = inputs.slots.where(kept, inputs.slots.new_full((), memory.sink_slot))
+
+    # A page's last state is kept with the page: a prefix-cache hit ends there.
+    ends = facts & ((inputs.positions + 1) % memory.block_size == 0)
+    pages = (inputs.slots // memory.block_size).where(ends, inputs.slots.new_full((), memory.sink_page))
+    memory.page_state.index_copy_(0, pages, states)
+
+    last = (published.first + published.committed - 1).clamp(min=0)
+    moved = (published.committed > 0).unsqueeze(1)
+    boundary.index_copy_(0, rows, torch.where(moved, states[last], starts))
+    return before, slots
 
 
 def _state(hidden: Hidden, which: HiddenState) -> torch.Tensor:

@@ -70,7 +70,7 @@ class Built:
 
 def choose(config: Config) -> Choices:
     """Refuses what cannot be honoured: ConfigError or UnsupportedError naming the flags."""
-    platform = select_platform(config.execution.device)
+    platform = select_platform(config.execution.device, config.execution.cpu_kernels)
     check_abilities(config, platform)
     drafter = choose_drafter(config.speculation, embedded=not config.model.model)
     adaptation = choose_adaptation(config, platform, drafter)
@@ -187,7 +187,9 @@ def _info(built: Built) -> dict[str, Any]:
     return {
         "version": __version__,
         "device": choices.platform.name,
+        "kernels": choices.platform.kernels_name(),
         "dtype": str(parts.dtype).removeprefix("torch."),
+        "quantization": config.model.quantization,
         "compute_threads": torch.get_num_threads(),
         "model_type": parts.target.spec.model_type,
         "max_model_len": parts.max_model_len,
@@ -201,6 +203,7 @@ def _info(built: Built) -> dict[str, Any]:
         else {
             "algorithm": drafter.algorithm,
             "drafter": "the target's own layers" if drafter.path is None else drafter.path.name,
+            "quantization": config.speculation.draft_quantization,
             "num_speculative_tokens": drafter.steps,
             "target_verify_width": drafter.verify,
         },

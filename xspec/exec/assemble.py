@@ -75,9 +75,30 @@ def check_abilities(config: Config, platform: Platform) -> torch.dtype:
     if backend != "auto" and backend not in abilities.graph_backends:
         known = ", ".join(sorted(abilities.graph_backends))
         reasons.append(f"--python_graph_backend={backend}: {platform.name} has {known}")
+    reasons += _quantization_gaps(config, platform, dtype)
     if reasons:
         raise UnsupportedError("this configuration cannot run", reasons)
     return dtype
+
+
+def _quantization_gaps(config: Config, platform: Platform, dtype: torch.dtype) -> list[str]:
+    reasons = []
+    gap = platform.abilities.quantization_gap
+    for flag, value in (
+        ("quantization", config.model.quantization),
+        ("draft_quantization", config.speculation.draft_quantization),
+    ):
+        if value == "none":
+            continue
+        if dtype is not torch.bfloat16:
+            found = str(dtype).removeprefix("torch.")
+            shown = f"--dtype={config.model.dtype}" + (
+                f" means {found} here" if config.model.dtype == "auto" else ""
+            )
+            reasons.append(f"--{flag}={value} needs --dtype=bfloat16; {shown}")
+        if gap:
+            reasons.append(f"--{flag}={value}: {gap}; allowed: none")
+    return reasons
 
 
 @torch.inference_mode()
@@ -92,18 +113,34 @@ def assemble(
     """Load target and drafter, allocate, warm up. ConfigError names the flag that cannot be honoured."""
     dtype = check_abilities(config, platform)
     kernels, device = platform.kernels(), platform.device()
-    target = load_target(path, kernels, dtype=dtype, device=device, progress=partial(progress, "loading"))
-    drafter = make_drafter(target)
+    target = load_target(
+        path,
+        kernels,
+        dtype=dtype,
+        device=device,
+        quantization=config.model.quantization,
+        progress=partial(progress, "loading"),
+    )
     spec = target.spec
+    if config.execution.batch_invariant:
+        _check_row_dependence(kernels.row_dependence(config.cache.block_size, spec.head_dim, dtype))
+    drafter = make_drafter(target)
     layout = KVLayout(spec.planes, config.cache.block_size, dtype, drafter.spec.planes)
     pages, max_model_len = _size_cache(config, platform, target, layout)
     pool = KVPool(layout, pages, kernels, device)
     max_seqs = config.scheduler.max_seqs_per_batch
     rows = DeviceRows(
-        max_seqs, layout.pages_of(max_model_len), layout.block_size, device, sink_page=pool.sink_page
+        max_seqs,
+        layout.pages_of(max_model_len),
+        layout.block_size,
+        device,
+        sink_page=pool.sink_page,
+        kernels=kernels,
     )
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    sampling = SamplingState(max_seqs + 1, spec.vocab_size, device, dtype=exact)
+    sampling = SamplingState(
+        max_seqs + 1, spec.vocab_size, device, dtype=exact, fused=kernels.fuse_draws(dtype)
+    )
     drafter.attach(DraftMemory(max_seqs + 1, pool.draft, pool.page_state, pool.sink_page, layout.block_size))
     grid = _grid(config, platform)
     backend = config.execution.python_graph_backend
@@ -134,6 +171,14 @@ def assemble(
     return Assembly(target, drafter, runner, pool, grid, allowed.tiers, max_model_len, dtype)
 
 
+def _check_row_dependence(reasons: Sequence[str]) -> None:
+    if reasons:
+        raise UnsupportedError(
+            "--batch_invariant=true needs the whole target on the native kernels (--dtype=bfloat16)",
+            reasons,
+        )
+
+
 def make_drafter(
     config: Config, platform: Platform, model: Path, choice: DraftChoice | None, target: Target
 ) -> Drafter:
@@ -149,6 +194,7 @@ def make_drafter(
         dtype=check_abilities(config, platform),
         device=platform.device(),
         steps=choice.steps,
+        quantization=config.speculation.draft_quantization,
     )
 
 

@@ -7,17 +7,19 @@ state, so that it can be captured once and replayed. Knows nothing of buckets, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from xspec.core.round import PADDING_ROW
 from xspec.draft.base import Draft, DraftContext, Drafter
+from xspec.exec.flat_rows import draft_rows, verify_rows
 from xspec.exec.rows import DeviceRows
 from xspec.exec.segments import decode_segments
+from xspec.kernels.rounds import FlatRows
 from xspec.models.base import Hidden, Target
-from xspec.nn.inputs import ForwardInputs, Ragged, Segment
+from xspec.nn.inputs import ForwardInputs, Segment
 
 
 class Pick(Protocol):
@@ -35,38 +37,45 @@ class Pick(Protocol):
     def sampled(self, rows: torch.Tensor) -> torch.Tensor:
         """Device rows [R] -> [R] bool: whether their target draws with a temperature."""
 
+    def probability(self, logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """logits [R, D], columns [R] -> [R] float32: softmax probability of what was picked."""
+
 
 class DraftCall:
     """A draft pass over `lanes` rows, `steps` tokens each."""
 
     def __init__(self, drafter: Drafter, rows: DeviceRows, pick: Pick, *, lanes: int, steps: int) -> None:
         self._drafter, self._rows, self._pick, self._steps = drafter, rows, pick, steps
-        self._row_ids = _padding(lanes, rows)
+        self._row_ids = RowIds(lanes, rows)
+        self._inputs_of = draft_rows(rows, self._row_ids.tensor)
         self._pages: Sequence[int] = ()
+        self._segments: dict[int, tuple[Segment, ...]] = {}  # by width, of these pages
 
     def aim(self, row_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Point the call at live rows; `pages` bounds the page tables they read and write, descending."""
-        _aim(self._row_ids, row_ids)
-        self._pages = pages
+        self._row_ids.aim(row_ids)
+        if pages != self._pages:
+            self._pages, self._segments = pages, {}
 
     def run(self) -> Draft:
-        rows, row_ids = self._rows, self._row_ids
+        rows, row_ids = self._rows, self._row_ids.tensor
         context = DraftContext(
             rows=row_ids,
             last_tokens=rows.last_token[row_ids],
             positions=rows.length[row_ids] - 1,
             inputs=self._inputs,
             pick=lambda logits, positions, ids: self._pick(logits, row_ids, positions, ids),
+            probability=self._pick.probability,
             sampled=self._pick.sampled(row_ids),
         )
         return self._drafter.draft(context, self._steps)
 
     def _inputs(self, offset: int, width: int, causal: bool) -> ForwardInputs:
-        segments = decode_segments(self._pages, len(self._row_ids), width, self._rows.block_size)
-        inputs = self._rows.decode_inputs(
-            self._row_ids, width, _widest(segments), segments, offset=offset, causal=causal
-        )
-        return replace(inputs, guesses=True)
+        if width not in self._segments:
+            lanes = len(self._row_ids.tensor)
+            self._segments[width] = decode_segments(self._pages, lanes, width, self._rows.block_size)
+        segments = self._segments[width]
+        return self._inputs_of(offset, width, causal, _widest(segments), segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +84,26 @@ class DrawRows:
 
     logits: torch.Tensor  # [N, vocab]
     lanes: torch.Tensor  # [N]
-    offsets: torch.Tensor  # [N] position past the lane's last token
-    live: torch.Tensor | None = None  # [N] bool: whether there is such a row; None: all are
+    owners: torch.Tensor  # [N] device rows
+    offsets: torch.Tensor  # [N]
+    positions: torch.Tensor  # [N] of the tokens drawn
+    live: torch.Tensor | None = None  # [N] bool, where there are lanes * width + some that nobody owns
 
-    def rectangle(self, values: torch.Tensor, lanes: int, width: int, fill: int | bool) -> torch.Tensor:
-        """Values [N] as [lanes, width + 1], `fill` where a lane has no such row."""
+    def head(self, count: int) -> DrawRows:
+        """The first `count` of them."""
+        return DrawRows(
+            self.logits[:count],
+            self.lanes[:count],
+            self.owners[:count],
+            self.offsets[:count],
+            self.positions[:count],
+            None if self.live is None else self.live[:count],
+        )
+
+    def rectangle(self, values: torch.Tensor, lanes: int, width: int, fill: int) -> torch.Tensor:
+        """values [N] of the rows -> [lanes, width + 1], `fill` where a lane has no row."""
         if self.live is not None:
-            values = torch.where(self.live, values, fill)
+            return values.masked_fill(~self.live, fill).view(lanes, width + 1)
         if len(values) == lanes * (width + 1):
             return values.view(lanes, width + 1)
         dense = values.new_full((lanes, width + 1), fill)
@@ -93,35 +115,30 @@ class DrawRows:
 class VerifyPass:
     """Results of a target pass over L lanes and G flat rows. They live until the same call's next replay."""
 
-    row_ids: torch.Tensor  # [L], padding last
-    tokens: torch.Tensor  # [G]
-    lanes: torch.Tensor  # [G] lane of each flat row
-    offsets: torch.Tensor  # [G] its position past the lane's last token
-    first: torch.Tensor  # [L] first flat row of each lane
-    counts: torch.Tensor  # [L] flat rows of each lane
-    inputs: ForwardInputs
+    rows: FlatRows
     hidden: Hidden
     logits: torch.Tensor  # [G, vocab]
 
-    def flat(self, rows: int) -> DrawRows:
-        """The first `rows` flat rows, where the host knows whose they are."""
-        return DrawRows(self.logits[:rows], self.lanes[:rows], self.offsets[:rows])
+    def flat(self, count: int) -> DrawRows:
+        """The first `count` flat rows, where the host knows whose they are."""
+        rows = self.rows
+        # A token is drawn for the position after its row's: that is the row's number of keys.
+        every = DrawRows(self.logits, rows.lanes, rows.owners, rows.offsets, rows.inputs.kv_lens)
+        return every if count == len(rows.tokens) else every.head(count)
 
     def dense(self, lanes: int, width: int) -> DrawRows:
         """width + 1 rows of each of the first `lanes` lanes, where only the device knows which exist."""
-        offset = torch.arange(width + 1, device=self.first.device)
-        index = (self.first[:lanes, None] + offset).clamp_(max=len(self.tokens) - 1).view(-1)
-        live = (offset < self.counts[:lanes, None]).view(-1)
+        rows = self.rows
+        offset = torch.arange(width + 1, device=rows.first.device)
+        index = (rows.first[:lanes, None] + offset).clamp_(max=len(rows.tokens) - 1).view(-1)
+        live = (offset < rows.counts[:lanes, None]).view(-1)
         lane = torch.arange(lanes, device=offset.device).repeat_interleave(width + 1)
-        return DrawRows(self.logits[index], lane, offset.repeat(lanes), live)
+        positions = rows.inputs.kv_lens[index]
+        return DrawRows(self.logits[index], lane, rows.row_ids[lane], offset.repeat(lanes), positions, live)
 
 
 class VerifyCall:
-    """A target pass over `lanes` rows with up to `width` drafts each, on `target_rows` flat rows.
-
-    Flat rows are request-major. Where every lane has all its rows, they form a rectangle; otherwise the
-    rows of the lanes follow one another without a gap, and the flat axis is padded at its end.
-    """
+    """A target pass over `lanes` rows with up to `width` drafts each, on `target_rows` flat rows."""
 
     def __init__(
         self,
@@ -137,14 +154,13 @@ class VerifyCall:
         self._target, self._rows, self._kv, self._taps = target, rows, kv, taps
         self._width, self._target_rows = width, target_rows
         device = rows.length.device
-        self._row_ids = _padding(lanes, rows)
+        self._row_ids = RowIds(lanes, rows)
         self._drafts = torch.zeros((lanes, width), dtype=torch.int64, device=device)
         self._counts = torch.zeros(lanes, dtype=torch.int64, device=device)  # flat rows of each lane
+        self._flat_rows = verify_rows(rows, self._row_ids.tensor, self._drafts, self._counts, target_rows)
         self._uniform = True
+        self._pages: Sequence[int] | None = None
         self._segments: tuple[Segment, ...] = ()
-        self._lane = torch.arange(lanes, device=device)
-        self._offset = torch.arange(width + 1, device=device)
-        self._flat = torch.arange(target_rows, device=device)
 
     def aim(
         self,
@@ -157,11 +173,13 @@ class VerifyCall:
 
         A tensor (as many entries as rows or lanes) says so on the device; its sum with the rows must fit.
         """
-        _aim(self._row_ids, row_ids)
+        self._row_ids.aim(row_ids)
         if drafts is not None and self._width:
             self._drafts[: len(row_ids)].copy_(drafts[: len(row_ids), : self._width])
-        lanes = len(self._row_ids)
-        self._segments = decode_segments(pages, lanes, self._width + 1, self._rows.block_size)
+        lanes = len(self._counts)
+        if pages != self._pages:
+            self._pages = pages
+            self._segments = decode_segments(pages, lanes, self._width + 1, self._rows.block_size)
         if isinstance(verify, torch.Tensor):
             self._uniform = False
             self._counts.zero_()
@@ -176,56 +194,23 @@ class VerifyCall:
             self._counts.copy_(torch.tensor(counts, dtype=torch.int64), non_blocking=True)
 
     def run(self) -> VerifyPass:
-        return self._run_uniform() if self._uniform else self._run_ragged()
-
-    def _run_uniform(self) -> VerifyPass:
-        rows, width = self._rows, self._width + 1
-        inputs = rows.decode_inputs(self._row_ids, width, _widest(self._segments), self._segments)
-        tokens = torch.cat((rows.last_token[self._row_ids, None], self._drafts), dim=1).view(-1)
-        lanes = self._lane.repeat_interleave(width) if width > 1 else self._lane
-        counts = torch.full_like(self._lane, width)
-        offsets = self._offset.repeat(len(self._lane))
-        return self._forward(tokens, inputs, lanes, offsets, self._lane * width, counts)
-
-    def _run_ragged(self) -> VerifyPass:
-        ends = self._counts.cumsum(0)
-        first = ends - self._counts
-        lane = torch.searchsorted(ends, self._flat, right=True)
-        live = lane < len(self._lane)
-        lane.clamp_(max=len(self._lane) - 1)
-        offset = torch.where(live, self._flat - first[lane], 0)
-        # A dense slot without a row of its own shows some row of the pass; nobody reads what it yields.
-        dense = (first[:, None] + self._offset).clamp_(max=self._target_rows - 1).view(-1)
-        ragged = Ragged(dense=dense, flat=lane * (self._width + 1) + offset)
-        owners, pages = torch.where(live, lane, -1), _widest(self._segments)
-        inputs = self._rows.ragged_inputs(self._row_ids, owners, offset, ragged, pages, self._segments)
-        fed = torch.cat((self._rows.last_token[self._row_ids, None], self._drafts), dim=1)
-        tokens = torch.where(live, fed[lane, offset], 0)
-        offsets = torch.where(live, offset, self._width + 1)
-        return self._forward(tokens, inputs, lane, offsets, first, self._counts.clone())
-
-    def _forward(
-        self,
-        tokens: torch.Tensor,
-        inputs: ForwardInputs,
-        lanes: torch.Tensor,
-        offsets: torch.Tensor,
-        first: torch.Tensor,
-        counts: torch.Tensor,
-    ) -> VerifyPass:
-        inputs = replace(inputs, guesses=self._width > 0)
-        hidden = self._target.forward(tokens, inputs, self._kv, self._taps)
-        logits = self._target.logits(hidden.last)
-        return VerifyPass(self._row_ids, tokens, lanes, offsets, first, counts, inputs, hidden, logits)
+        rows = self._flat_rows(self._uniform, _widest(self._segments), self._segments)
+        hidden = self._target.forward(rows.tokens, rows.inputs, self._kv, self._taps)
+        return VerifyPass(rows, hidden, self._target.logits(hidden.last))
 
 
-def _padding(lanes: int, rows: DeviceRows) -> torch.Tensor:
-    return torch.full((lanes,), PADDING_ROW, dtype=torch.int64, device=rows.length.device)
+class RowIds:
+    """A call's buffer of device rows: the live ones it is aimed at, then padding."""
 
+    def __init__(self, lanes: int, rows: DeviceRows) -> None:
+        self.tensor = torch.full((lanes,), PADDING_ROW, dtype=torch.int64, device=rows.length.device)
+        self._aimed: Sequence[int] = ()
 
-def _aim(buffer: torch.Tensor, row_ids: Sequence[int]) -> None:
-    padded = [*row_ids, *([PADDING_ROW] * (len(buffer) - len(row_ids)))]
-    buffer.copy_(torch.tensor(padded, dtype=torch.int64), non_blocking=True)
+    def aim(self, row_ids: Sequence[int]) -> None:
+        if row_ids != self._aimed:  # mostly it is the batch of the round before
+            padded = [*row_ids, *([PADDING_ROW] * (len(self.tensor) - len(row_ids)))]
+            self.tensor.copy_(torch.tensor(padded, dtype=torch.int64), non_blocking=True)
+            self._aimed = row_ids
 
 
 def _widest(segments: Sequence[Segment]) -> int:

@@ -10,6 +10,8 @@ import torch
 
 from xspec.core.round import PADDING_ROW, SCRATCH_PAGE, PageGrant, RowBind
 from xspec.errors import EngineError
+from xspec.kernels.base import Kernels
+from xspec.kernels.rounds import RowTable
 from xspec.nn.inputs import ForwardInputs, Ragged, Segment
 
 
@@ -17,10 +19,18 @@ class DeviceRows:
     """`rows` usable rows plus padding, each with a page table of `max_pages` entries.
 
     `sink_page` takes what may never be read: writes of padding, and past the pages a row was granted.
+    `fused` is the bookkeeping that `kernels` do in fewer calls, where they do.
     """
 
     def __init__(
-        self, rows: int, max_pages: int, block_size: int, device: torch.device, *, sink_page: int
+        self,
+        rows: int,
+        max_pages: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        sink_page: int,
+        kernels: Kernels | None = None,
     ) -> None:
         self.rows = rows
         self.block_size = block_size
@@ -30,6 +40,8 @@ class DeviceRows:
         self.max_len = torch.ones(rows + 1, dtype=torch.int64, device=device)
         self.page_table = torch.full((rows + 1, max_pages), SCRATCH_PAGE, dtype=torch.int64, device=device)
         self._owner: list[int | None] = [None] * (rows + 1)
+        table = RowTable(self.last_token, self.length, self.max_len, self.page_table, block_size, sink_page)
+        self.fused = None if kernels is None else kernels.fuse_rows(table)
 
     def bind(self, bind: RowBind) -> None:
         self._owner[bind.row] = bind.sequence_id
@@ -73,7 +85,10 @@ class DeviceRows:
         seen = lanes + 1
         if not causal:
             seen = torch.minimum(first + width, self.max_len[row_ids])[:, None].expand(-1, width)
-        return ForwardInputs(lanes.view(-1), slots.view(-1), seen.reshape(-1), table, segments)
+        sequences = torch.arange(len(row_ids), device=first.device)[:, None].expand(-1, width).reshape(-1)
+        return ForwardInputs(
+            lanes.view(-1), slots.view(-1), seen.reshape(-1), table, segments, sequences=sequences
+        )
 
     def ragged_inputs(
         self,
@@ -92,7 +107,7 @@ class DeviceRows:
         positions = torch.where(live, self.length[row_ids][lane] - 1 + offsets, 0)
         page = table[lane, self._page_index(positions, pages)]
         slots = self._slots(torch.where(live, page, SCRATCH_PAGE), positions, pages)
-        return ForwardInputs(positions, slots, positions + 1, table, segments, ragged)
+        return ForwardInputs(positions, slots, positions + 1, table, segments, ragged, sequences=lane)
 
     def chunk_inputs(
         self, row_ids: torch.Tensor, starts: list[int], counts: list[int], segments: tuple[Segment, ...]
@@ -109,7 +124,7 @@ class DeviceRows:
         )
         page = table[owner, positions // self.block_size]
         slots = page * self.block_size + positions % self.block_size
-        return ForwardInputs(positions, slots, positions + 1, table, segments)
+        return ForwardInputs(positions, slots, positions + 1, table, segments, sequences=owner)
 
     def _page_index(self, positions: torch.Tensor, pages: int) -> torch.Tensor:
         return (positions // self.block_size).clamp_(max=pages - 1)

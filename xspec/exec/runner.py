@@ -18,11 +18,12 @@ from xspec.exec.calls import VerifyPass
 from xspec.exec.graphs import RoundGraphs
 from xspec.exec.rows import DeviceRows
 from xspec.exec.segments import chunk_segments
+from xspec.exec.settle import NO_TOKEN, settle
 from xspec.exec.slots import Slot
+from xspec.kernels.rounds import Settled
 from xspec.models.base import Hidden, Target
 from xspec.nn.inputs import ForwardInputs
 from xspec.platform.base import Event, Platform
-from xspec.verify.accept import accept
 from xspec.verify.admit import admit
 from xspec.verify.logprobs import score
 from xspec.verify.sampler import SampleNeeds, draw, needs_of
@@ -30,9 +31,6 @@ from xspec.verify.state import SamplingState
 
 SCORE_ROWS = 64
 """Prompt tokens scored at a time: their logits over a large vocabulary would not fit otherwise."""
-
-NO_TOKEN = -1
-"""Stands where a row has no draft or no draw; equal to no token."""
 
 
 class Runner:
@@ -199,47 +197,33 @@ class Runner:
         slot: Slot,
     ) -> None:
         count = len(rows)
-        row_ids = passed.row_ids[:count]
         if isinstance(verify, torch.Tensor):  # whose the flat rows are is the device's secret
             verify = [width] * count
             drawing = passed.dense(count, width)
         else:
             drawing = passed.flat(sum(verify) + count)
-        lanes, offsets = drawing.lanes, drawing.offsets
-        if drafts is None:
-            drafts = torch.empty((count, 0), dtype=torch.int64, device=self._device)
-        drafts = drafts[:count, :width]
-        owners = row_ids[lanes]
         needs = self._needs([row.row for row in rows], verify)
-        drawn = draw(
-            drawing.logits,
-            owners,
-            self._rows.length[owners] + offsets,
-            self._sampling,
-            needs,
-            self._prefix(drafts, lanes, offsets) if width and needs.penalised else None,
-        )
-        draws = drawing.rectangle(drawn.tokens, count, width, NO_TOKEN)
-        accepted = accept(draws, drafts, self._rows.room(row_ids))
-        self._commit(row_ids, accepted.tokens, accepted.last, accepted.counts)
-        self._publish(passed, accepted.counts)
-        # A bad draw ends what a row yields; what was rejected may be bad, nobody will ever see it.
-        good = ~drawing.rectangle(drawn.bad, count, width, False)
-        kept = torch.minimum(accepted.counts, good.to(torch.int64).cumprod(1).sum(1))
-        slot.decoded.keep(accepted.tokens, kept, kept < accepted.counts, drawn.logprobs, verify)
+        prefix = None
+        if drafts is not None and needs.penalised:
+            prefix = self._prefix(drafts[:count, :width], drawing.lanes, drawing.offsets)
+        drawn = draw(drawing.logits, drawing.owners, drawing.positions, self._sampling, needs, prefix)
+        settled = settle(self._rows, passed.rows, count, drawing, drawn, drafts, width, slot.decoded.told)
+        self._sampling.advance(passed.rows.row_ids[:count], settled.tokens, settled.counts[:count])
+        slot.decoded.note(drawn.logprobs, verify)
+        self._publish(passed, settled)
 
-    def _publish(self, passed: VerifyPass, counts: torch.Tensor) -> None:
-        committed = torch.zeros_like(passed.row_ids)
-        committed[: len(counts)] = counts
+    def _publish(self, passed: VerifyPass, settled: Settled) -> None:
+        rows = passed.rows
         self._drafter.publish(
             Published(
-                passed.tokens,
+                rows.tokens,
                 passed.hidden,
-                passed.inputs,
-                passed.row_ids,
-                passed.lanes,
-                passed.first,
-                committed,
+                rows.inputs,
+                rows.row_ids,
+                rows.lanes,
+                rows.first,
+                settled.counts,
+                settled.fact_slots,
             )
         )
 

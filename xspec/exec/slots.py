@@ -14,6 +14,7 @@ import torch
 
 from xspec.core.request import TokenLogprob
 from xspec.core.round import PrefillChunk, RoundPlan, RoundResult, RowTokens
+from xspec.kernels.rounds import Told
 from xspec.platform.base import Platform
 from xspec.verify.logprobs import Logprobs
 
@@ -22,9 +23,7 @@ from xspec.verify.logprobs import Logprobs
 class _Lane:
     """Tokens of one pass: [rows, width] with counts, and the logprobs of its flat rows that asked."""
 
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    bad: torch.Tensor
+    told: Told
     logprobs: Logprobs | None = None
     verify: Sequence[int] = ()  # drafts of each row: flat rows are verify + 1 a row, one after another
 
@@ -36,17 +35,18 @@ class _Lane:
         logprobs: Logprobs | None,
         verify: Sequence[int],
     ) -> None:
-        rows, width = tokens.shape
-        self.tokens[:rows, :width].copy_(tokens, non_blocking=True)
-        self.counts[:rows].copy_(counts, non_blocking=True)
-        self.bad[:rows].copy_(bad, non_blocking=True)
-        self.logprobs = logprobs
-        self.verify = verify
+        self.told.put(tokens, counts, bad)
+        self.note(logprobs, verify)
+
+    def note(self, logprobs: Logprobs | None, verify: Sequence[int]) -> None:
+        """What belongs to tokens that `told` has been told of."""
+        self.logprobs, self.verify = logprobs, verify
 
     def read(self, sequence_ids: list[int]) -> list[RowTokens]:
         count = len(sequence_ids)
-        tokens, counts = self.tokens[:count].tolist(), self.counts[:count].tolist()
-        bad = self.bad[:count].tolist()
+        told = self.told
+        tokens, counts = told.tokens[:count].tolist(), told.counts[:count].tolist()
+        bad = told.bad[:count].tolist()
         committed = [tuple(row[:kept]) for row, kept in zip(tokens, counts, strict=True)]
         logprobs = self._logprobs(committed)
         return [
@@ -133,7 +133,9 @@ class Slot:
 
 def _lane(platform: Platform, rows: int, width: int) -> _Lane:
     return _Lane(
-        tokens=platform.pinned((rows, width), torch.int64),
-        counts=platform.pinned((rows,), torch.int64),
-        bad=platform.pinned((rows,), torch.bool),
+        Told(
+            tokens=platform.pinned((rows, width), torch.int64),
+            counts=platform.pinned((rows,), torch.int64),
+            bad=platform.pinned((rows,), torch.bool),
+        )
     )

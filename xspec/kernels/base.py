@@ -5,12 +5,15 @@ N rows, H query heads, G KV heads, D head size, P pages a table row. Nothing her
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from xspec.kernels.quantised import Blocks
+    from xspec.kernels.rounds import FusedCarry, FusedDraws, FusedRows, RowTable
     from xspec.nn.inputs import ForwardInputs
 
 
@@ -34,6 +37,50 @@ class PackedLinear(Protocol):
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """[N, in] -> a new [N, out]: x @ weight.T + bias, plus `add` [N, out] where given (a residual)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    weight: torch.Tensor  # [hidden]; of heads [H + G, D], query heads first
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A pre-norm decoder layer: r += output(attention(qkv(norm(r)))), r += down(gate_up(norm(r)))."""
+
+    input_norm: NormWeights
+    qkv: PackedLinear
+    head_norm: NormWeights | None
+    output: PackedLinear
+    mlp_norm: NormWeights
+    gate_up: PackedLinear  # from `pack_gated`
+    down: PackedLinear
+
+
+class FusedLayers(Protocol):
+    """Decoder layers as one call of the device."""
+
+    def takes(self, slab: torch.Tensor) -> bool:
+        """Whether it reads pages as they lie in `slab`."""
+
+    def forward(
+        self,
+        residual: torch.Tensor,
+        inputs: ForwardInputs,
+        slabs: Sequence[torch.Tensor],
+        kept: Sequence[int],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """residual [N, hidden], not modified -> (after the final norm, residual streams by layer count).
+
+        `kept`: after how many layers (1: after the first) the stream is wanted; the last always is.
+        Writes the rows' K/V into `slabs`, one per layer.
+        """
+
+    def publish(
+        self, residual: torch.Tensor, positions: torch.Tensor, slab: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Write only the first layer's keys and values of residual [N, hidden], attending to nothing."""
 
 
 class PagedAttention(Protocol):
@@ -60,6 +107,41 @@ class Kernels(Protocol):
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         """Lay out weight [out, in] (and bias [out]) for repeated use; the caller drops its own copy."""
 
+    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """Of weight [2 * F, in], gate above up: x [N, in] -> silu(gate(x)) * up(x) [N, F]."""
+
+    def pack_blocks(
+        self, blocks: Blocks, bias: torch.Tensor | None = None, *, gated: bool = False
+    ) -> PackedLinear:
+        """Of a quantised weight, as ReferenceBlocks computes it. UnsupportedError where that is not built."""
+
+    def fuse(
+        self,
+        layers: Sequence[LayerWeights],
+        shape: AttentionShape,
+        frequencies: torch.Tensor,
+        norm: NormWeights,
+    ) -> FusedLayers | None:
+        """All `layers` and the final norm as one call; None where this device runs them op by op.
+
+        frequencies [D / 2] fp32: radians a position, of the rotation.
+        """
+
+    def fuse_rows(self, table: RowTable) -> FusedRows | None:
+        """The bookkeeping of rounds over these rows in a few calls; None where this device has none."""
+
+    def fuse_draws(self, dtype: torch.dtype) -> FusedDraws | None:
+        """Draws from logits of `dtype` in one call each; None where torch draws."""
+
+    def fuse_carry(self) -> FusedCarry | None:
+        """What a drafter with boundary states carries on after a pass, in one call; None: torch does it."""
+
+    def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
+        """Why a row's result may depend, in its last bits, on the rows beside it; empty: it never does.
+
+        Of everything packed so far and of attention over such pages.
+        """
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last axis; weight broadcasts against x.
 
@@ -68,9 +150,6 @@ class Kernels(Protocol):
 
     def rope_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate halves (NeoX) in place. heads [N, *, D]; cos, sin [N, 1, D], sin's first half negated."""
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up for gate_up [N, 2 * F] -> [N, F]."""
 
     def kv_slab(
         self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype

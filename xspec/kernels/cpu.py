@@ -7,15 +7,19 @@ so that neither the gathered block nor the scores outgrow the cache by much.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from xspec.kernels.base import AttentionShape, PackedLinear
+from xspec.errors import UnsupportedError
+from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, PackedLinear
 
 if TYPE_CHECKING:
+    from xspec.kernels.quantised import Blocks
+    from xspec.kernels.rounds import RowTable
     from xspec.nn.inputs import ForwardInputs, Segment
 
 TILE_ROWS = 64
@@ -59,6 +63,18 @@ class OneDnnLinear:
         else:
             y = self._binary(x, add, self._weight, self._bias, "add")
         return y
+
+
+class GatedLinear:
+    """silu(gate) * up behind the fused linear of both."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self._linear(x).chunk(2, dim=-1)
+        y = F.silu(gate).mul_(up)
+        return y if add is None else y.add_(add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +216,43 @@ class CpuKernels:
             return OneDnnLinear(weight, bias)
         return DenseLinear(weight, bias)
 
+    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        return GatedLinear(self.pack_linear(weight, bias))
+
+    def pack_blocks(
+        self, blocks: Blocks, bias: torch.Tensor | None = None, *, gated: bool = False
+    ) -> PackedLinear:
+        raise UnsupportedError(
+            "quantised weights cannot be used", ["their products need the native kernels (cpu_native.py)"]
+        )
+
+    def fuse(
+        self,
+        layers: Sequence[LayerWeights],
+        shape: AttentionShape,
+        frequencies: torch.Tensor,
+        norm: NormWeights,
+    ) -> None:
+        return None
+
+    def fuse_rows(self, table: RowTable) -> None:
+        return None
+
+    def fuse_draws(self, dtype: torch.dtype) -> None:
+        return None
+
+    def fuse_carry(self) -> None:
+        return None
+
+    def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
+        return ("torch's products sum in an order that depends on the number of rows",)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
     def rope_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         rolled = heads.roll(heads.shape[-1] // 2, -1)
         heads.mul_(cos).addcmul_(rolled, sin)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
     def kv_slab(
         self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype

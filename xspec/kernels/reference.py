@@ -5,14 +5,17 @@ Every other platform is tested for parity with this file. Speed is nobody's conc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from xspec.kernels.base import AttentionShape
+from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights
+from xspec.kernels.quantised import Blocks, ReferenceBlocks
 
 if TYPE_CHECKING:
+    from xspec.kernels.rounds import RowTable
     from xspec.nn.inputs import ForwardInputs
 
 
@@ -25,18 +28,20 @@ class ReferenceLinear:
         return y if add is None else y + add
 
 
+class ReferenceGated:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._linear = ReferenceLinear(weight, bias)
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = self._linear(x).chunk(2, dim=-1)
+        y = F.silu(gate) * up
+        return y if add is None else y + add
+
+
 class ReferenceAttention:
     def __init__(self, inputs: ForwardInputs, shape: AttentionShape) -> None:
         self._inputs, self._shape = inputs, shape
-        rows = inputs.positions if inputs.ragged is None else inputs.ragged.dense
-        sequences = torch.full_like(rows, -1)
-        for segment in inputs.segments:
-            for i in range(segment.count):
-                start = segment.first_row + i * segment.rows
-                sequences[start : start + segment.rows] = segment.first + i
-        if inputs.ragged is not None:
-            sequences = sequences[inputs.ragged.flat]
-        self._sequences = sequences  # [N]: which row of the page table each query row reads
+        self._sequences = inputs.owners()  # [N]: which row of the page table each query row reads
 
     def store(self, slab: torch.Tensor, kv: torch.Tensor) -> None:
         _store(slab, kv.nan_to_num(0.0, 0.0, 0.0) if self._inputs.guesses else kv, self._inputs.slots)
@@ -64,6 +69,35 @@ class ReferenceKernels:
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)
 
+    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ReferenceGated:
+        return ReferenceGated(weight, bias)
+
+    def pack_blocks(
+        self, blocks: Blocks, bias: torch.Tensor | None = None, *, gated: bool = False
+    ) -> ReferenceBlocks:
+        return ReferenceBlocks(blocks, bias, gated=gated)
+
+    def fuse(
+        self,
+        layers: Sequence[LayerWeights],
+        shape: AttentionShape,
+        frequencies: torch.Tensor,
+        norm: NormWeights,
+    ) -> None:
+        return None
+
+    def fuse_rows(self, table: RowTable) -> None:
+        return None
+
+    def fuse_draws(self, dtype: torch.dtype) -> None:
+        return None
+
+    def fuse_carry(self) -> None:
+        return None
+
+    def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
+        return ("the reference kernels promise nothing",)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -72,10 +106,6 @@ class ReferenceKernels:
     def rope_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         first, second = heads.chunk(2, dim=-1)
         heads.copy_(heads * cos + torch.cat((second, first), dim=-1) * sin)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
     def kv_slab(
         self, pages: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -15,21 +15,14 @@ from xspec.models.config import DecoderConfig
 from xspec.nn.attention import GroupedAttention
 from xspec.nn.embed import Embedding
 from xspec.nn.inputs import ForwardInputs
-from xspec.nn.linear import Fill, LinearPart, fused_linear
+from xspec.nn.linear import BlockSource, Fill, LinearPart, fused_linear
 from xspec.nn.mlp import SwiGLU
 from xspec.nn.norm import RMSNorm
 from xspec.nn.rope import Rope, RopeScaling, inverse_frequencies
+from xspec.nn.stack import Layer, LayerStack
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 ROPE_FACTORS = "rope_freqs.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    input_norm: RMSNorm
-    attention: GroupedAttention
-    mlp_norm: RMSNorm
-    mlp: SwiGLU
 
 
 class Decoder:
@@ -38,13 +31,10 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        kernels: Kernels,
-        shape: AttentionShape,
         embedding: Embedding,
-        layers: tuple[Layer, ...],
-        norm: RMSNorm,
+        layers: LayerStack,
         head: PackedLinear,
-        rope: Rope,
+        dtype: torch.dtype,
     ) -> None:
         self.config = config
         self.spec = TargetSpec(
@@ -56,9 +46,7 @@ class Decoder:
             head_dim=config.head_dim,
             max_position=config.max_position,
         )
-        self._kernels, self._shape = kernels, shape
-        self._embedding, self._layers, self._rope = embedding, layers, rope
-        self._norm, self._head = norm, head
+        self._embedding, self._layers, self._head, self._dtype = embedding, layers, head, dtype
 
     def forward(
         self,
@@ -68,16 +56,8 @@ class Decoder:
         taps: tuple[int, ...] = (),
     ) -> Hidden:
         """Tap i is the residual stream after i layers (0: the embedding)."""
-        paged = self._kernels.paged_attention(inputs, self._shape, kv[0])
-        cos_sin = self._rope(inputs.positions)
-        residual = self._embedding(tokens)
-        streams = {0: residual}
-        for index, (layer, slab) in enumerate(zip(self._layers, kv, strict=True), start=1):
-            residual = layer.attention(layer.input_norm(residual), residual, cos_sin, paged, slab)
-            residual = layer.mlp(layer.mlp_norm(residual), residual)
-            if index in taps:
-                streams[index] = residual
-        return Hidden(self._norm(residual), residual, tuple(streams[tap] for tap in taps))
+        streams = self._layers(self._embedding(tokens), inputs, kv, taps)
+        return Hidden(streams.last, streams.residual, streams.taps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)
@@ -88,7 +68,7 @@ class Decoder:
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         # The head exists only in packed form: its products with unit vectors are its columns, exactly.
         size = self.spec.hidden_size
-        unit = torch.eye(size, dtype=self._shape.dtype, device=ids.device)
+        unit = torch.eye(size, dtype=self._dtype, device=ids.device)
         return torch.cat([self._head(part)[:, ids] for part in unit.split(64)]).T.contiguous()
 
 
@@ -129,16 +109,27 @@ def optional_tensors(config: DecoderConfig) -> frozenset[str]:
 
 
 def build_decoder(
-    config: DecoderConfig, fill: Fill, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig,
+    fill: Fill,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: BlockSource | None = None,
 ) -> Decoder:
-    """Read, fuse and pack layer by layer. Besides the packed model only the matrix at hand is alive."""
-    build = LayerBuilder(config, fill, kernels, dtype, device)
+    """Read, fuse and pack layer by layer. Besides the packed model only the matrix at hand is alive.
+
+    `blocks`: linears it has are kept quantised, the head included; the embedding is always a dense table.
+    """
+    build = LayerBuilder(config, fill, kernels, dtype, device, blocks)
     shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5, dtype)
     table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     fill(EMBEDDING, table)
     layers = tuple(build.layer(layer_prefix(index), shape) for index in range(config.num_layers))
     norm = build.norm(FINAL_NORM, config.hidden_size)
-    if config.tied_head:
+    tied = blocks(EMBEDDING) if config.tied_head and blocks is not None else None
+    if tied is not None:
+        head = kernels.pack_blocks(tied)
+    elif config.tied_head:
         head = kernels.pack_linear(table)
     else:
         part = LinearPart(HEAD.removesuffix(".weight"), config.vocab_size, False)
@@ -148,7 +139,8 @@ def build_decoder(
         factors = torch.empty(config.head_dim // 2)
         fill(ROPE_FACTORS, factors)
     rope = Rope(inverse_frequencies(config.rope, config.head_dim, factors), dtype, device)
-    return Decoder(config, kernels, shape, Embedding(table), layers, norm, head, rope)
+    stack = LayerStack(kernels, shape, layers, norm, rope)
+    return Decoder(config, Embedding(table), stack, head, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +152,7 @@ class LayerBuilder:
     kernels: Kernels
     dtype: torch.dtype
     device: torch.device
+    blocks: BlockSource | None = None  # linears it has are kept quantised
 
     def layer(self, prefix: str, shape: AttentionShape) -> Layer:
         """The layer whose tensors start with `prefix`."""
@@ -174,11 +167,20 @@ class LayerBuilder:
             self.linear(output, config.heads * config.head_dim),
             self.head_norm(*head_norms) if head_norms else None,
         )
-        mlp = SwiGLU(self.kernels, self.linear(gate_up, hidden), self.linear(down, config.inner_size))
+        mlp = SwiGLU(self.linear(gate_up, hidden, gated=True), self.linear(down, config.inner_size))
         return Layer(self.norm(input_norm, hidden), attention, self.norm(mlp_norm, hidden), mlp)
 
-    def linear(self, parts: tuple[LinearPart, ...], columns: int) -> PackedLinear:
-        return fused_linear(self.kernels, self.fill, parts, columns, self.dtype, self.device)
+    def linear(self, parts: tuple[LinearPart, ...], columns: int, *, gated: bool = False) -> PackedLinear:
+        return fused_linear(
+            self.kernels,
+            self.fill,
+            parts,
+            columns,
+            self.dtype,
+            self.device,
+            gated=gated,
+            blocks=self.blocks,
+        )
 
     def norm(self, name: str, size: int) -> RMSNorm:
         return RMSNorm(self.kernels, self.vector(name, size), self.config.norm_eps)

@@ -15,11 +15,13 @@ import torch
 
 from xspec.errors import CheckpointError
 from xspec.kernels.base import Kernels
+from xspec.kernels.quantised import Blocks
 from xspec.models.blocks import ROPE_FACTORS, Decoder, build_decoder, optional_tensors, tensor_shapes
 from xspec.models.checkpoint import Checkpoint, check_tensors
 from xspec.models.config import DecoderConfig
 from xspec.models.gguf_loader import GgufCheckpoint
 from xspec.models.locate import is_gguf
+from xspec.models.quantised import block_source
 from xspec.models.registry import read_config
 from xspec.models.safetensors_loader import SafetensorsCheckpoint
 from xspec.nn.rope import RopeScaling
@@ -61,22 +63,34 @@ def load_target(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    quantization: str = "none",
     progress: Progress | None = None,
 ) -> Decoder:
+    """The checkpoint at `path`, its linears kept as --quantization says (see models.quantised)."""
     checkpoint = open_checkpoint(path)
     try:
         config = decoder_config(checkpoint)
         expected = tensor_shapes(config)
         check_tensors(checkpoint, expected, optional_tensors(config) | mtp_tensors(config, checkpoint.shapes))
-        total, done = sum(math.prod(shape) for shape in expected.values()), 0
+        source = block_source(checkpoint, quantization, "quantization")
+        left = {name: math.prod(shape) for name, shape in expected.items()}
+        total = sum(left.values())
+
+        def read(name: str) -> None:
+            left.pop(name, None)  # a tied embedding is read twice
+            if progress is not None:
+                progress(total - sum(left.values()), total)
 
         def fill(name: str, out: torch.Tensor) -> None:
-            nonlocal done
             checkpoint.read(name, out)
-            done += out.numel()
-            if progress is not None:
-                progress(done, total)
+            read(name)
 
-        return build_decoder(config, fill, kernels, dtype, device)
+        def blocks(name: str) -> Blocks | None:
+            found = None if source is None else source(name)
+            if found is not None:
+                read(name)
+            return found
+
+        return build_decoder(config, fill, kernels, dtype, device, None if source is None else blocks)
     finally:
         checkpoint.close()

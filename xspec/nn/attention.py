@@ -25,7 +25,7 @@ class GroupedAttention:
         head_norm: RMSNorm | None,
     ) -> None:
         self._kernels, self._shape = kernels, shape
-        self._qkv, self._output, self._head_norm = qkv, output, head_norm
+        self.qkv, self.output, self.head_norm = qkv, output, head_norm
         self._rotated = shape.heads + shape.kv_heads
 
     def __call__(
@@ -39,7 +39,7 @@ class GroupedAttention:
         """x, residual [N, hidden] -> residual + attention(x); the rows' keys and values enter `slab`."""
         qkv = self._project(x, cos_sin)
         paged.store(slab, qkv[:, self._shape.heads :])
-        return self._output(paged.attend(qkv[:, : self._shape.heads], slab), residual)
+        return self.output(paged.attend(qkv[:, : self._shape.heads], slab), residual)
 
     def publish(self, x: torch.Tensor, cos_sin: CosSin, slab: torch.Tensor, slots: torch.Tensor) -> None:
         """Write the keys and values of x [N, hidden] at `slots` [N], attending to nothing.
@@ -50,9 +50,9 @@ class GroupedAttention:
 
     def _project(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """[N, H + 2 * G, D]: query, key and value heads, the first two normalised and rotated."""
-        qkv = self._qkv(x).view(x.shape[0], -1, self._shape.head_dim)
+        qkv = self.qkv(x).view(x.shape[0], -1, self._shape.head_dim)
         rotated = qkv[:, : self._rotated]
-        if self._head_norm is not None:
-            rotated.copy_(self._head_norm(rotated))
+        if self.head_norm is not None:
+            rotated.copy_(self.head_norm(rotated))
         self._kernels.rope_(rotated, *cos_sin)
         return qkv

@@ -46,3 +46,16 @@ class ForwardInputs:
     segments: tuple[Segment, ...]  # cover all rows, in order
     ragged: Ragged | None = None  # None: every sequence of a segment has exactly `rows` flat rows
     guesses: bool = False  # some rows may turn out wrong: what they store is made finite
+    sequences: torch.Tensor | None = None  # [N] int64: page-table row of each flat row; None: by segments
+
+    def owners(self) -> torch.Tensor:
+        """[N] int64: which row of the page table each flat row reads."""
+        if self.sequences is not None:
+            return self.sequences
+        rows = self.positions if self.ragged is None else self.ragged.dense
+        sequences = torch.zeros_like(rows)
+        for segment in self.segments:
+            rows_of_each = torch.arange(segment.first, segment.first + segment.count, device=rows.device)
+            end = segment.first_row + segment.count * segment.rows
+            sequences[segment.first_row : end] = rows_of_each.repeat_interleave(segment.rows)
+        return sequences if self.ragged is None else sequences[self.ragged.flat]

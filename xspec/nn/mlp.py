@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from xspec.kernels.base import Kernels, PackedLinear
+from xspec.kernels.base import PackedLinear
 
 
 class SwiGLU:
-    def __init__(self, kernels: Kernels, gate_up: PackedLinear, down: PackedLinear) -> None:
-        self._kernels, self._gate_up, self._down = kernels, gate_up, down
+    """`gate_up` comes from Kernels.pack_gated and yields silu(gate) * up."""
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
+        self.gate_up, self.down = gate_up, down
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """x, residual [N, hidden] -> residual + down(silu(gate(x)) * up(x))."""
-        return self._down(self._kernels.silu_mul(self._gate_up(x)), residual)
+        return self.down(self.gate_up(x), residual)

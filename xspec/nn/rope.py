@@ -67,6 +67,7 @@ class Rope:
     """
 
     def __init__(self, frequencies: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        self.frequencies = frequencies.to(device)  # [D / 2] radians a position
         # Both halves of a head turn by the same angle; the first takes the sine negated.
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)
         signs = torch.ones_like(frequencies)

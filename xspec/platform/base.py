@@ -27,6 +27,7 @@ class Abilities:
     ring_slots: int  # rounds in flight with --enable_task_pipeline; measured per platform
     graphs_per_slot: bool  # a captured call may still be running when the next slot wants to aim it
     synchronous: bool  # results are there when a call returns: reading them waits for nothing
+    quantization_gap: str = ""  # why linears cannot be quantised here; empty: they can
     modest_cache_bytes: int | None = None  # KV cache taken unasked where its memory is everybody's
 
 
@@ -72,4 +73,8 @@ class Platform(Protocol):
     def memory_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the memory the KV cache lives in."""
 
-    def kernels(self) -> Kernels: ...
+    def kernels(self) -> Kernels:
+        """One set for all that runs on this platform."""
+
+    def kernels_name(self) -> str:
+        """Which kernels these are: what they cost holds for them alone."""

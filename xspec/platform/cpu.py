@@ -5,6 +5,7 @@ Memory figures respect cgroup limits, because a container's /proc/meminfo shows 
 
 from __future__ import annotations
 
+import logging
 import platform as host
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +14,21 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from xspec.core.shapes import BucketGrid
-from xspec.errors import ConfigError
+from xspec.errors import ConfigError, EngineError
 from xspec.platform.base import Abilities, Captured, Event
 from xspec.threads import usable_cores
 
 if TYPE_CHECKING:
     from xspec.kernels.base import Kernels
+    from xspec.kernels.native import NativeLibrary
 
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+NATIVE = ("avx512", "avx2")
+"""Instruction sets whose native kernels are taken unasked: the portable loops are slower than torch."""
 
 DRY_RUN_ROWS = 64
 """Wider passes are prepared without a run: what the first one pays then is little beside its own work."""
@@ -46,12 +53,16 @@ class PreparedCall(Generic[T]):
 
 
 class CpuPlatform:
+    """`kernels` as --cpu_kernels has it: native, torch, or auto for native where they are there and fast."""
+
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: str = "auto") -> None:
         dtypes = {torch.float64, torch.float32, torch.bfloat16}
         if torch.ops.mkldnn._is_mkldnn_fp16_supported():
             dtypes.add(torch.float16)
+        self._library = _native_library(kernels)
+        self._kernels: Kernels | None = None
         fast_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         self.abilities = Abilities(
             dtypes=frozenset(dtypes),
@@ -61,6 +72,9 @@ class CpuPlatform:
             ring_slots=2,
             graphs_per_slot=False,
             synchronous=True,
+            quantization_gap=""
+            if self._library
+            else "it needs the native kernels, which are not in use here",
             modest_cache_bytes=2**30,
         )
 
@@ -90,9 +104,49 @@ class CpuPlatform:
         return memory_bytes(Path("/proc"), Path("/sys/fs/cgroup"))
 
     def kernels(self) -> Kernels:
-        from xspec.kernels.cpu import CpuKernels  # loaded by the platform that was chosen
+        """The same ones every time: target and drafter share their threads."""
+        if self._kernels is None:
+            self._kernels = self._make_kernels()
+        return self._kernels
 
-        return CpuKernels()
+    def kernels_name(self) -> str:
+        return "torch" if self._library is None else f"native {self._library.isa()}"
+
+    def _make_kernels(self) -> Kernels:
+        # Loaded by the platform that was chosen.
+        if self._library is None:
+            from xspec.kernels.cpu import CpuKernels
+
+            return CpuKernels()
+        from xspec.kernels.cpu_native import NativeKernels
+        from xspec.kernels.native import shared_team
+
+        return NativeKernels(shared_team(self._library, torch.get_num_threads()))
+
+
+def _native_library(kernels: str) -> NativeLibrary | None:
+    """The native library where `kernels` means it, else None and a line in the log that says why."""
+    if kernels not in ("auto", "native", "torch"):
+        raise ConfigError(f"--cpu_kernels={kernels}: allowed: auto, native, torch")
+    if kernels == "torch":
+        return None
+    from xspec.kernels.native import library_path, load_library
+
+    path = library_path()
+    try:
+        if path is None:
+            raise EngineError("they were not built: the install found no C++ compiler that could")
+        library = load_library(path)
+    except (OSError, EngineError) as error:
+        if kernels == "native":
+            raise ConfigError(f"--cpu_kernels=native: the native kernels cannot be used ({error})") from error
+        log.warning("torch computes, as the native kernels cannot be used: %s", error)
+        return None
+    if kernels == "auto" and library.isa() not in NATIVE:
+        log.info("torch computes: the native kernels need %s to be faster", " or ".join(NATIVE))
+        return None
+    log.info("native kernels: %s", library.isa())
+    return library
 
 
 def cpu_model(cpuinfo: Path) -> str:

@@ -136,7 +136,7 @@ def evaluate_drafter(
     if not wanted:
         return
     target = read_target(config.model.model)
-    platform = select_platform(config.execution.device)
+    platform = select_platform(config.execution.device, config.execution.cpu_kernels)
     recorder = Recorder(choice.steps, choice.verify)
     drafter_of = partial(make_drafter, config, platform, target.path, choice)
     engine = open_rollouts(config, platform, target, recorder, drafter_of, progress)
@@ -161,7 +161,7 @@ def calibrate_dspark(
     A regime without a single round has none.
     """
     target = read_target(config.model.model)
-    platform = select_platform(config.execution.device)
+    platform = select_platform(config.execution.device, config.execution.cpu_kernels)
     dtype = check_abilities(config, platform)
 
     def raw_drafter(model: Target) -> Drafter:

@@ -83,7 +83,7 @@ def _facts(
 ) -> dict[str, Any]:
     """All that the figures depend on."""
     choice = choose_evaluated(config)
-    dtype = check_abilities(config, select_platform(config.execution.device))
+    dtype = check_abilities(config, select_platform(config.execution.device, config.execution.cpu_kernels))
     return {
         "target": {"name": target.name, "digest": digest_of(target.path)},
         "drafter": {

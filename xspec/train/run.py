@@ -91,7 +91,7 @@ class Run:
     def __init__(self, settings: TrainSettings, progress: Progress) -> None:
         self.settings, self._progress = settings, progress
         config = settings.config
-        self.platform = select_platform(config.execution.device)
+        self.platform = select_platform(config.execution.device, config.execution.cpu_kernels)
         self.dtype = check_abilities(config, self.platform)
         self.target = read_target(config.model.model)
         self._check_lengths()

@@ -38,6 +38,11 @@ class Kind:
     def adjusted(self) -> bool:
         return self.penalised or self.biased or self.held
 
+    @property
+    def plain(self) -> bool:
+        """Nothing but a temperature."""
+        return self.mode is not Mode.FILTERED and not self.adjusted
+
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
@@ -54,6 +59,10 @@ class SampleNeeds:
     groups: tuple[RowGroup, ...]
     logprob_rows: tuple[int, ...] = ()
     logprob_tops: tuple[int, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        return all(group.kind.plain for group in self.groups)
 
     @property
     def penalised(self) -> bool:
@@ -114,16 +123,12 @@ def draw(
     if logits.shape != (needs.rows, state.vocab_size):
         want = (needs.rows, state.vocab_size)
         raise ValueError(f"logits {tuple(logits.shape)} do not fit (rows, vocabulary) = {want}")
-    tokens = torch.empty(needs.rows, dtype=torch.int64, device=logits.device)
-    bad = torch.empty(needs.rows, dtype=torch.bool, device=logits.device)
-    for group in needs.groups:
-        for chunk in _chunks(group, state):
-            if len(chunk) == needs.rows:
-                tokens, bad = _draw_group(logits, rows, positions, state, group, prefix)
-                break
-            at = _index(chunk, logits.device)
-            drafted = None if prefix is None else prefix[at]
-            tokens[at], bad[at] = _draw_group(logits[at], rows[at], positions[at], state, group, drafted)
+    fused = state.fused_for(logits)
+    if fused is not None and needs.plain:
+        sampled = any(group.kind.mode is Mode.SAMPLED for group in needs.groups)
+        tokens, bad = state.draw(fused, logits, rows, positions) if sampled else fused.argmax(logits)
+    else:
+        tokens, bad = _draw_groups(logits, rows, positions, state, needs, prefix)
     if not needs.logprob_rows:
         return Drawn(tokens, bad)
     asked = _index(needs.logprob_rows, logits.device)
@@ -131,6 +136,27 @@ def draw(
         logits[asked], tokens[asked], needs.logprob_rows, needs.logprob_tops, windows=state.tuning.windows
     )
     return Drawn(tokens, bad, logprobs)
+
+
+def _draw_groups(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    state: SamplingState,
+    needs: SampleNeeds,
+    prefix: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, bad) of all rows, drawn kind by kind."""
+    tokens = torch.empty(needs.rows, dtype=torch.int64, device=logits.device)
+    bad = torch.empty(needs.rows, dtype=torch.bool, device=logits.device)
+    for group in needs.groups:
+        for chunk in _chunks(group, state):
+            if len(chunk) == needs.rows:
+                return _draw_group(logits, rows, positions, state, group, prefix)
+            at = _index(chunk, logits.device)
+            drafted = None if prefix is None else prefix[at]
+            tokens[at], bad[at] = _draw_group(logits[at], rows[at], positions[at], state, group, drafted)
+    return tokens, bad
 
 
 def _draw_group(
@@ -142,7 +168,9 @@ def _draw_group(
     prefix: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, bad) of rows that need the same steps."""
-    kind = group.kind
+    kind, fused = group.kind, state.fused_for(logits)
+    if fused is not None and kind.plain:
+        return state.draw(fused, logits, rows, positions)
     if kind.mode is Mode.GREEDY and not kind.adjusted:
         tokens, high = first_argmax(logits)
         return tokens, ~high.isfinite()

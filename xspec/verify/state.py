@@ -15,6 +15,7 @@ import torch
 from xspec.core.request import SamplingParams
 from xspec.core.round import PADDING_ROW, RowBind
 from xspec.errors import RequestError
+from xspec.kernels.rounds import FusedDraws
 from xspec.verify.filters import WINDOWS, FilterRules
 from xspec.verify.noise import GumbelNoise, Scratch, row_keys
 
@@ -32,7 +33,11 @@ class Tuning:
 
 
 class SamplingState:
-    """Tensors [rows, ...] on one device; `dtype` is that of the settings (float64 for exact tests)."""
+    """Tensors [rows, ...] on one device; `dtype` is that of the settings (float64 for exact tests).
+
+    `fused`: draws in fewer calls from bfloat16 logits, where the platform's kernels have them. The noise of
+    all float32 draws is theirs then, so that a token's never depends on the way it is drawn.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class SamplingState:
         *,
         dtype: torch.dtype = torch.float32,
         tuning: Tuning | None = None,
+        fused: FusedDraws | None = None,
     ) -> None:
         self.rows = rows
         self.vocab_size = vocab_size
@@ -49,7 +55,9 @@ class SamplingState:
         self.tuning = tuning or Tuning()
         self.noise = GumbelNoise(vocab_size, device)
         self.scratch = Scratch(vocab_size, device)
+        self._fused = fused
         self._reals = torch.tensor(_NEUTRAL, dtype=dtype, device=device).repeat(rows, 1)
+        self._temperatures = self._reals[:, _TEMPERATURE]
         self._ints = torch.zeros(rows, 3, dtype=torch.int64, device=device)
         self._keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self._bias = _SparseRows(rows, dtype, device)
@@ -98,6 +106,10 @@ class SamplingState:
         """[N, 1]; meaningful for rows that are not greedy."""
         return self._reals.index_select(0, rows)[:, _TEMPERATURE, None].to(dtype)
 
+    def sampled(self, rows: torch.Tensor) -> torch.Tensor:
+        """[N] bool: which rows draw with a temperature."""
+        return self._temperatures[rows] > 0.0
+
     def rules(self, rows: torch.Tensor, dtype: torch.dtype) -> FilterRules:
         reals = self._reals.index_select(0, rows).to(dtype)
         return FilterRules(self._ints.index_select(0, rows)[:, _TOP_K], reals[:, _TOP_P], reals[:, _MIN_P])
@@ -112,7 +124,25 @@ class SamplingState:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The noise that decides the tokens at `positions` of device rows `rows`; drafters may share it."""
-        return self.noise.gumbel(self._keys.index_select(0, rows), positions, ids, dtype=dtype, out=out)
+        keys = self._keys.index_select(0, rows)
+        if self._fused is not None and dtype == torch.float32:
+            return self._fused.gumbel(keys, positions, ids, self.vocab_size, out)
+        return self.noise.gumbel(keys, positions, ids, dtype=dtype, out=out)
+
+    def fused_for(self, logits: torch.Tensor) -> FusedDraws | None:
+        """What draws from such logits in one call; None: the torch code does."""
+        return self._fused if logits.dtype == torch.bfloat16 else None
+
+    def draw(
+        self,
+        fused: FusedDraws,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(columns, bad) [N] of device rows [N]: with their temperature and noise, or greedily without."""
+        return fused.draw(logits, self._temperatures, self._keys, rows, positions, ids)
 
     def add_bias(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         ids, values = self._bias.get(rows)

@@ -1,0 +1,101 @@
+// The C interface of what a round does besides its layers; native_rows.py and native_draws.py are its
+// other side.
+
+#include <algorithm>
+#include <iterator>
+
+#include "api.h"
+#include "sample.h"
+#include "sequences.h"
+
+namespace {
+
+using xs::bf16;
+
+bool within(const int64_t* ids, int64_t count, int64_t end) {
+  return ids != nullptr && std::all_of(ids, ids + count, [end](int64_t id) { return 0 <= id && id < end; });
+}
+
+bool fits(const xs::RowTable* table, const xs::PassRows& pass, int64_t pages) {
+  return table != nullptr && table->block > 0 && pass.lanes > 0 && pass.width > 0 && pass.rows >= 0 &&
+         0 <= pages && pages <= table->table_stride && within(pass.row_ids, pass.lanes, table->rows);
+}
+
+}  // namespace
+
+// Sizes of the structs as this library was compiled, for the other side to compare.
+XS_API void xs_round_struct_sizes(int64_t sizes[5]) {
+  const size_t found[] = {sizeof(xs::RowTable), sizeof(xs::PassRows), sizeof(xs::VerifyRows),
+                          sizeof(xs::Settle), sizeof(xs::Carry)};
+  std::copy(std::begin(found), std::end(found), sizes);
+}
+
+// See Sampler::draw. ids [cols] token of each column, or null: the column. keys, owners and positions may be
+// null where temperature is.
+XS_API int32_t xs_draw(XsTeam* team, const bf16* logits, int64_t stride, int64_t rows, int64_t cols,
+                       const int32_t* keys, const int64_t* owners, const int64_t* positions,
+                       const int64_t* ids, const float* temperature, int64_t temperature_stride,
+                       int64_t* columns, bool* bad) {
+  if (logits == nullptr || columns == nullptr || rows < 0 || cols < 1 || cols > INT32_MAX) {
+    return xs::kInvalid;
+  }
+  if (temperature != nullptr && (keys == nullptr || positions == nullptr)) return xs::kInvalid;
+  return guarded(team, [&] {
+    const xs::Noise noise{keys, owners, positions, ids, 0, rows, cols};
+    team->sampler.draw(team->team, team->ops, noise, logits, stride, temperature, temperature_stride, columns,
+                       bad);
+  });
+}
+
+// See Sampler::probability.
+XS_API int32_t xs_selected_probability(XsTeam* team, const bf16* logits, int64_t stride, int64_t rows,
+                                       int64_t cols, const int64_t* columns, float* out) {
+  if (logits == nullptr || out == nullptr || rows < 0 || cols < 1 || !within(columns, rows, cols)) {
+    return xs::kInvalid;
+  }
+  return guarded(team, [&] {
+    team->sampler.probability(team->team, team->ops, logits, stride, rows, cols, columns, out);
+  });
+}
+
+// out [rows, cols]; ids [rows, id_stride] or null: 0, 1, 2, ...
+XS_API int32_t xs_gumbel(XsTeam* team, const int32_t* keys, const int64_t* positions, const int64_t* ids,
+                         int64_t id_stride, int64_t rows, int64_t cols, float* out) {
+  if (keys == nullptr || positions == nullptr || out == nullptr || rows < 0 || cols < 1) return xs::kInvalid;
+  return guarded(team, [&] {
+    const xs::Noise noise{keys, nullptr, positions, ids, id_stride, rows, cols};
+    team->sampler.gumbel(team->team, team->ops, noise, out);
+  });
+}
+
+XS_API int32_t xs_decode_rows(const xs::RowTable* table, const xs::PassRows* pass, int64_t pages,
+                              int64_t offset, int32_t causal) {
+  if (pass == nullptr || !fits(table, *pass, pages) || offset < 0) return xs::kInvalid;
+  if (pass->rows != pass->lanes * pass->width) return xs::kInvalid;
+  xs::decode_rows(*table, *pass, pages, offset, causal != 0);
+  return xs::kOk;
+}
+
+XS_API int32_t xs_verify_rows(const xs::RowTable* table, const xs::VerifyRows* verify, const int64_t* counts,
+                              int64_t pages) {
+  if (verify == nullptr || !fits(table, verify->pass, pages)) return xs::kInvalid;
+  return xs::verify_rows(*table, *verify, counts, pages) ? xs::kOk : xs::kInvalid;
+}
+
+XS_API int32_t xs_settle(const xs::RowTable* table, const xs::Settle* settle) {
+  if (table == nullptr || settle == nullptr || settle->lives < 0 || settle->lives > settle->lanes ||
+      settle->width < 1 || !within(settle->row_ids, settle->lives, table->rows)) {
+    return xs::kInvalid;
+  }
+  xs::settle(*table, *settle);
+  return xs::kOk;
+}
+
+XS_API int32_t xs_carry(const xs::Carry* carry) {
+  if (carry == nullptr || carry->bytes < 1 || carry->block < 1 || carry->rows < 0 || carry->lanes < 0 ||
+      !within(carry->sequences, carry->rows, carry->lanes)) {
+    return xs::kInvalid;
+  }
+  xs::carry(*carry);
+  return xs::kOk;
+}

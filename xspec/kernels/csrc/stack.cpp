@@ -1,0 +1,225 @@
+#include "stack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "memory.h"
+
+namespace xs {
+namespace {
+
+constexpr int64_t kGroup = 32;  // inputs an int format's activations share a scale over
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+bool is_int(const Linear& linear) { return linear.format != Format::bf16; }
+
+// Hands out parts of one block; with a null block it only counts.
+class Carver {
+ public:
+  explicit Carver(char* block) : block_(block) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* part = block_ == nullptr ? nullptr : reinterpret_cast<T*>(block_ + used_);
+    used_ += aligned(static_cast<size_t>(count) * sizeof(T));
+    return part;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* block_;
+  size_t used_ = 0;
+};
+
+// To nearest, ties to even. Not for NaN.
+bf16 narrow(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<bf16>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+// Cosines and sines of one position as RopeStore reads them. In scalars, so that no row depends on another.
+void turn(int64_t position, const float* frequencies, int64_t dim, bf16* cos, bf16* sin) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float angle = static_cast<float>(position) * frequencies[i];
+    cos[i] = cos[i + half] = narrow(std::cos(angle));
+    sin[i + half] = narrow(std::sin(angle));
+    sin[i] = sin[i + half] ^ 0x8000;
+  }
+}
+
+int64_t widest_int_input(const std::vector<Layer>& layers) {
+  int64_t widest = 0;
+  for (const Layer& layer : layers) {
+    for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+      if (is_int(*linear)) widest = std::max(widest, linear->in);
+    }
+  }
+  return widest;
+}
+
+}  // namespace
+
+struct Stack::Buffers {
+  bf16* normed;    // [rows, hidden]
+  bf16* residual;  // [rows, hidden]
+  bf16* qkv;       // [rows, (H + 2 G) D]
+  bf16* attended;  // [rows, H D]
+  bf16* inner;     // [rows, inner]
+  bf16* cos;       // [rows, D]
+  bf16* sin;
+  Quantised quantised;
+
+  void carve(Carver& from, const StackShape& shape, int64_t quantised_in, int64_t rows) {
+    normed = from.take<bf16>(rows * shape.hidden);
+    residual = from.take<bf16>(rows * shape.hidden);
+    qkv = from.take<bf16>(rows * (shape.heads + 2 * shape.kv_heads) * shape.dim);
+    attended = from.take<bf16>(rows * shape.heads * shape.dim);
+    inner = from.take<bf16>(rows * shape.inner);
+    cos = from.take<bf16>(rows * shape.dim);
+    sin = from.take<bf16>(rows * shape.dim);
+    quantised.q = from.take<int8_t>(rows * quantised_in);
+    quantised.scale = from.take<float>(rows * (quantised_in / kGroup));
+    quantised.sum = from.take<float>(rows * (quantised_in / kGroup));
+  }
+};
+
+// The steps of a pass as one worker takes them. All but the first end with a barrier.
+struct Stack::Steps {
+  Worker& worker;
+  const Ops& ops;
+  const StackShape& shape;
+  const Pass& pass;
+  const Buffers& own;
+
+  void turns() {
+    for (int64_t row = worker.index; row < pass.rows; row += worker.count) {
+      const int64_t at = row * shape.dim;
+      turn(pass.positions[row], shape.frequencies, shape.dim, own.cos + at, own.sin + at);
+    }
+  }
+
+  void norm(const bf16* x, const bf16* weight, float eps, bf16* y) {
+    ops.rms_norm(worker, x, shape.hidden, weight, eps, y, shape.hidden, pass.rows, shape.hidden);
+    worker.barrier();
+  }
+
+  void linear(const Linear& weights, const bf16* x, bf16* y, int64_t y_stride, const bf16* add) {
+    Rows rows;
+    rows.values = x;
+    rows.stride = weights.in;
+    if (is_int(weights)) {
+      ops.quantise(worker, x, weights.in, pass.rows, weights.in, own.quantised);
+      worker.barrier();
+      rows.q = own.quantised.q;
+      rows.scale = own.quantised.scale;
+      rows.sum = own.quantised.sum;
+    }
+    ops.linear(worker, weights, rows, pass.rows, y, y_stride, add, y_stride);
+    worker.barrier();
+  }
+
+  void store(const Layer& layer, bf16* slab, bool queries) {
+    RopeStore step{};
+    step.qkv = own.qkv;
+    step.rows = pass.rows;
+    step.heads = shape.heads;
+    step.cos = own.cos;
+    step.sin = own.sin;
+    step.head_norm = layer.head_norm;
+    step.eps = layer.eps;
+    step.slots = pass.slots;
+    step.finite = pass.finite != 0;
+    step.store_queries = queries;
+    step.cache = cache(slab);
+    ops.rope_store(worker, step);
+    worker.barrier();
+  }
+
+  void attend(bf16* slab) {
+    Attend step{};
+    step.q = own.qkv;
+    step.q_stride = (shape.heads + 2 * shape.kv_heads) * shape.dim;
+    step.rows = pass.rows;
+    step.heads = shape.heads;
+    step.sequences = pass.sequences;
+    step.kv_lens = pass.kv_lens;
+    step.page_table = pass.page_table;
+    step.table_stride = pass.table_stride;
+    step.first_key = shape.first_key;
+    step.scale = shape.scale;
+    step.out = own.attended;
+    step.cache = cache(slab);
+    ops.attend(worker, step);
+    worker.barrier();
+  }
+
+  Cache cache(bf16* slab) const { return Cache{slab, pass.pages, pass.block, shape.kv_heads, shape.dim}; }
+};
+
+Stack::Stack(const StackShape& shape, const Layer* layers, int64_t count)
+    : shape_(shape), layers_(layers, layers + count), quantised_in_(widest_int_input(layers_)) {}
+
+Stack::~Stack() { std::free(memory_); }
+
+Stack::Buffers Stack::reserve(int64_t rows) {
+  Buffers buffers;
+  Carver counter(nullptr);
+  buffers.carve(counter, shape_, quantised_in_, rows);
+  if (counter.used() > bytes_) {
+    std::free(memory_);
+    bytes_ = 0;
+    memory_ = static_cast<char*>(allocate(counter.used()));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    bytes_ = counter.used();
+  }
+  Carver carver(memory_);
+  buffers.carve(carver, shape_, quantised_in_, rows);
+  return buffers;
+}
+
+void Stack::forward(Team& team, const Ops& ops, const Pass& pass) {
+  const Buffers own = reserve(pass.rows);
+  const int64_t qkv_width = (shape_.heads + 2 * shape_.kv_heads) * shape_.dim;
+  team.run([&](Worker& worker) {
+    Steps steps{worker, ops, shape_, pass, own};
+    const bf16* residual = pass.residual;
+    steps.turns();
+    for (size_t index = 0; index < layers_.size(); ++index) {
+      const Layer& layer = layers_[index];
+      bf16* slab = pass.slabs[index];
+      steps.norm(residual, layer.input_norm, layer.eps, own.normed);
+      steps.linear(layer.qkv, own.normed, own.qkv, qkv_width, nullptr);
+      steps.store(layer, slab, true);
+      steps.attend(slab);
+      steps.linear(layer.output, own.attended, own.residual, shape_.hidden, residual);
+      steps.norm(own.residual, layer.mlp_norm, layer.eps, own.normed);
+      steps.linear(layer.gate_up, own.normed, own.inner, shape_.inner, nullptr);
+      // What is wanted outside is written there at once; the next layer reads it from there.
+      bf16* out = pass.outputs[index] == nullptr ? own.residual : pass.outputs[index];
+      steps.linear(layer.down, own.inner, out, shape_.hidden, own.residual);
+      residual = out;
+    }
+    if (pass.normed != nullptr) steps.norm(residual, shape_.final_norm, shape_.norm_eps, pass.normed);
+  });
+}
+
+void Stack::publish(Team& team, const Ops& ops, const Pass& pass) {
+  const Buffers own = reserve(pass.rows);
+  const int64_t qkv_width = (shape_.heads + 2 * shape_.kv_heads) * shape_.dim;
+  team.run([&](Worker& worker) {
+    Steps steps{worker, ops, shape_, pass, own};
+    const Layer& layer = layers_.front();
+    steps.turns();
+    steps.norm(pass.residual, layer.input_norm, layer.eps, own.normed);
+    steps.linear(layer.qkv, own.normed, own.qkv, qkv_width, nullptr);
+    steps.store(layer, pass.slabs[0], false);
+  });
+}
+
+}  // namespace xs
