@@ -240,7 +240,7 @@ class SpeculationConfig:
     adaptive_target_verify_calibration: str = _setting(Kind.STRING, "")
     adaptive_target_verify_cost_table: str = _setting(Kind.STRING, "")
     adaptive_target_verify_cost_table_output: str = _setting(Kind.STRING, "")
-    draft_quantization: str = _setting(Kind.STRING, "none", choices=("none", "int8", "int4"))
+    draft_quantization: str = _setting(Kind.STRING, "auto", choices=("auto", "none", "int8", "int4"))
 
     def __post_init__(self) -> None:
         _check_section(self)

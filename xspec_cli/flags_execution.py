@@ -23,8 +23,8 @@ SPECULATIVE_FLAGS: tuple[Flag, ...] = (
              "directory of the drafter; empty takes the one that comes with the embedded model, or with "
              "--speculative_algorithm=MTP the layers inside a checkpoint that has them"),
     honoured("draft_quantization", SPECULATIVE,
-             "how the drafter's linears are kept: none, int8 or int4 (as --quantization); xLLM has no such "
-             "flag"),
+             "how the drafter's linears are kept: none, int8 or int4 (as --quantization); auto is int4 for "
+             "the drafters that come along, where the kernels can, else none; xLLM has no such flag"),
     honoured("speculative_algorithm", SPECULATIVE,
              "kind of drafter; auto is what the drafter itself says in its config.json",
              note="xLLM: MTP. Speculation is on out of the box for the embedded model, with the drafter that "

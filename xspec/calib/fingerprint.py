@@ -18,7 +18,7 @@ from xspec.core.shapes import BucketGrid
 from xspec.cost.settings import Control
 from xspec.draft.choose import DraftChoice
 from xspec.errors import CheckpointError
-from xspec.exec.assemble import ring_slots
+from xspec.exec.assemble import draft_quantization, ring_slots
 from xspec.platform.base import Platform
 
 Fingerprint = dict[str, str | int | bool]
@@ -61,7 +61,7 @@ def fingerprint(
         "compute_threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": config.model.quantization,
-        "draft_quantization": config.speculation.draft_quantization,
+        "draft_quantization": draft_quantization(config, platform, choice, dtype),
         "xspec": __version__,
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "torch_patch": str(torch.__version__),

@@ -23,12 +23,16 @@ SHIPPED_DEFAULT = "MTP"
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """`path` None: MTP layers inside the target's checkpoint. `verify`: drafts verified a request."""
+    """`path` None: MTP layers inside the target's checkpoint. `verify`: drafts verified a request.
+
+    `shipped`: it came with the package, for the embedded model.
+    """
 
     algorithm: str
     path: Path | None
     steps: int
     verify: int
+    shipped: bool = False
 
 
 def choose_drafter(config: SpeculationConfig, *, embedded: bool) -> DraftChoice | None:
@@ -36,9 +40,10 @@ def choose_drafter(config: SpeculationConfig, *, embedded: bool) -> DraftChoice 
     if config.num_speculative_tokens == 0:
         return None
     algorithm, path = config.speculative_algorithm, _given(config)
+    shipped = path is None and embedded
     if path is not None:
         algorithm = _algorithm_of(path) if algorithm == "auto" else algorithm
-    elif embedded:
+    elif shipped:
         algorithm = SHIPPED_DEFAULT if algorithm == "auto" else algorithm
         path = shipped_drafter(algorithm)
     elif algorithm == "DSpark" or (algorithm == "auto" and config.num_speculative_tokens > 0):
@@ -57,7 +62,7 @@ def choose_drafter(config: SpeculationConfig, *, embedded: bool) -> DraftChoice 
         raise ConfigError(
             f"--target_verify_width={verify}: {steps} tokens are drafted; allowed: -1 (all) or 0 to {steps}"
         )
-    return DraftChoice(algorithm, path, steps, steps if verify < 0 else verify)
+    return DraftChoice(algorithm, path, steps, steps if verify < 0 else verify, shipped)
 
 
 def shipped_drafter(algorithm: str) -> Path:

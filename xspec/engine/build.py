@@ -29,6 +29,7 @@ from xspec.exec.assemble import (
     Assembly,
     assemble,
     check_abilities,
+    draft_quantization,
     make_drafter,
     make_scheduler,
     ring_slots,
@@ -203,7 +204,7 @@ def _info(built: Built) -> dict[str, Any]:
         else {
             "algorithm": drafter.algorithm,
             "drafter": "the target's own layers" if drafter.path is None else drafter.path.name,
-            "quantization": config.speculation.draft_quantization,
+            "quantization": draft_quantization(config, choices.platform, drafter, parts.dtype),
             "num_speculative_tokens": drafter.steps,
             "target_verify_width": drafter.verify,
         },
