@@ -238,9 +238,9 @@ def test_rows_must_be_whole_groups(tmp_path: Path) -> None:
 
 
 def test_flags_name_what_is_allowed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization=int5: allowed: auto, none, int8, int4, gguf"):
+    with pytest.raises(ConfigError, match="--quantization=int5: allowed: none, int8, int4, gguf"):
         Config.from_mapping({"quantization": "int5"})
-    with pytest.raises(ConfigError, match="--draft_quantization=gguf: allowed: none, int8, int4"):
+    with pytest.raises(ConfigError, match="--draft_quantization=gguf: allowed: auto, none, int8, int4"):
         Config.from_mapping({"draft_quantization": "gguf"})
     with pytest.raises(ConfigError, match="--quantization=fp4: allowed: none, int8, int4, gguf"):
         block_source(open_checkpoint(tiny.make_checkpoint(tmp_path)), "fp4", "quantization")
