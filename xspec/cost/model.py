@@ -12,9 +12,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from xspec.cost.schema import ContextInterval
 from xspec.errors import CalibrationError
@@ -142,13 +140,13 @@ class CostTable:
     curves: Mapping[tuple[int, int], Curve]
     kv_means: tuple[float, ...]  # mean KV length each context was measured at, ascending
     prefill_ms_per_token: float
-    _lows: Any = field(init=False, repr=False, compare=False)
-    _highs: Any = field(init=False, repr=False, compare=False)
+    # By KV length, as lengths come up: this is asked every round, for lengths below the model's context.
+    _places: dict[int, tuple[int, float] | None] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self._check()
-        object.__setattr__(self, "_lows", np.array([c.min_kv_length for c in self.contexts]))
-        object.__setattr__(self, "_highs", np.array([c.max_kv_length for c in self.contexts]))
 
     def _check(self) -> None:
         if not self.contexts or len(self.kv_means) != len(self.contexts):
@@ -176,17 +174,28 @@ class CostTable:
             only = self.contexts[0]
             covered = only.min_kv_length <= min(kv_lengths) and max(kv_lengths) <= only.max_kv_length
             return TableCosts(self.curves, ((0, 1.0),)) if covered else None
-        lengths = np.array(kv_lengths)
-        interval = np.searchsorted(self._lows, lengths, side="right") - 1
-        if interval.min() < 0 or (lengths > self._highs[interval]).any():
+        weights = [0.0] * (len(self.contexts) + 1)
+        for length in kv_lengths:
+            if length not in self._places:
+                self._places[length] = self._place(length)
+            place = self._places[length]
+            if place is None:
+                return None
+            left, share = place
+            weights[left] += 1.0 - share
+            weights[left + 1] += share
+        count = len(kv_lengths)
+        return TableCosts(self.curves, tuple((i, each / count) for i, each in enumerate(weights) if each > 0))
+
+    def _place(self, length: int) -> tuple[int, float] | None:
+        """(context, share of the next one) whose costs make up that of one request; None: not covered."""
+        if not any(c.min_kv_length <= length <= c.max_kv_length for c in self.contexts):
             return None
-        count = len(self.contexts)
-        place = np.interp(lengths, self.kv_means, np.arange(count))
-        left = place.astype(np.int64)
-        share = place - left
-        weights = np.bincount(left, 1.0 - share, count + 1) + np.bincount(left + 1, share, count + 1)
-        mean = (weights / len(kv_lengths)).tolist()
-        return TableCosts(self.curves, tuple((i, weight) for i, weight in enumerate(mean) if weight > 0))
+        right = bisect_left(self.kv_means, length)
+        if right in (0, len(self.kv_means)):
+            return max(right - 1, 0), 0.0
+        low, high = self.kv_means[right - 1], self.kv_means[right]
+        return right - 1, (length - low) / (high - low)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ depth add to the same numbers. Knows nothing about costs or decisions.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,46 +34,72 @@ class PrefixRates:
     """
 
     def __init__(self, width: int, window_size: int) -> None:
-        self._positions = np.arange(1, width + 1)
-        self._trials = np.zeros((window_size, width))
-        self._accepted = np.zeros((window_size, width))
-        self._long_trials = np.zeros(width)
-        self._long_accepted = np.zeros(width)
-        self._next = 0  # the oldest batch of the window, replaced next
+        self._width, self._size = width, window_size
+        # Plain lists: a few numbers a round, which arrays would take many times as long over.
+        self._window: deque[tuple[list[float], list[float]]] = deque()  # (trials, accepted) of each batch
+        self._long_trials = [0.0] * width
+        self._long_accepted = [0.0] * width
+        self._unseen = [0] * width  # batches without a trial whose aging is still to be done
 
     def observe(self, rows: Sequence[RowFeedback]) -> None:
         """A completed decode batch. A plain one, in which nothing was verified, only ages the evidence."""
-        verified = np.array([row.verified for row in rows], dtype=np.int64)
-        accepted = np.minimum([row.accepted for row in rows], verified)
-        failed = np.array([not row.censored for row in rows], dtype=np.int64)
-        tried = np.minimum(verified, accepted + failed)
-        trials = (tried[:, None] >= self._positions).sum(axis=0).astype(np.float64)
-        self._age(trials == 0.0)
-        if trials.any():
-            self._push(trials, (accepted[:, None] >= self._positions).sum(axis=0).astype(np.float64))
+        reached, kept = [0.0] * (self._width + 1), [0.0] * (self._width + 1)
+        for row in rows:
+            accepted = min(row.accepted, row.verified)
+            kept[min(accepted, self._width)] += 1.0
+            reached[min(accepted + (not row.censored), row.verified, self._width)] += 1.0
+        trials, accepted_at = _beyond(reached), _beyond(kept)
+        for i, tried in enumerate(trials):
+            if not tried:
+                self._unseen[i] += 1
+            elif self._unseen[i]:
+                self._age(i)
+        if trials and trials[0]:
+            self._push(trials, accepted_at)
 
     def conditional(self) -> Floats:
         """q_1 .. q_K."""
-        held = self._long_trials + PRIOR_TRIALS
-        long = (self._long_accepted + PRIOR_RATE * PRIOR_TRIALS) / held
-        weight = np.minimum(held, LONG_MAX_WEIGHT)
-        trials, accepted = self._trials.sum(axis=0), self._accepted.sum(axis=0)
-        return np.asarray((accepted + weight * long) / (trials + weight))
+        return np.array([self._rate(i) for i in range(self._width)], dtype=np.float64)
 
     def prefix(self) -> Floats:
         """P_1 .. P_K: the chance that the first i drafts are all accepted."""
         return np.asarray(np.cumprod(self.conditional()), dtype=np.float64)
 
-    def _push(self, trials: Floats, accepted: Floats) -> None:
-        self._long_trials += self._trials[self._next]
-        self._long_accepted += self._accepted[self._next]
-        kept = LONG_MAX_TRIALS / np.maximum(self._long_trials, LONG_MAX_TRIALS)
-        self._long_trials *= kept
-        self._long_accepted *= kept
-        self._trials[self._next], self._accepted[self._next] = trials, accepted
-        self._next = (self._next + 1) % len(self._trials)
+    def _rate(self, i: int) -> float:
+        # Nothing is aged here: what is asked, and how often, must leave no trace, not even in rounding.
+        aged = _aging(self._unseen[i])
+        held = self._long_trials[i] * aged + PRIOR_TRIALS
+        long = (self._long_accepted[i] * aged + PRIOR_RATE * PRIOR_TRIALS) / held
+        weight = min(held, LONG_MAX_WEIGHT)
+        trials = sum(batch[0][i] for batch in self._window) * aged
+        accepted = sum(batch[1][i] for batch in self._window) * aged
+        return (accepted + weight * long) / (trials + weight)
 
-    def _age(self, unseen: NDArray[np.bool_]) -> None:
-        kept = np.where(unseen, 0.5 ** (1.0 / AGING_HALF_LIFE_BATCHES), 1.0)
-        for counts in (self._trials, self._accepted, self._long_trials, self._long_accepted):
-            counts *= kept
+    def _push(self, trials: list[float], accepted: list[float]) -> None:
+        self._window.append((trials, accepted))
+        if len(self._window) <= self._size:
+            return
+        left = self._window.popleft()
+        for i in range(self._width):
+            held = self._long_trials[i] + left[0][i]
+            scale = LONG_MAX_TRIALS / max(held, LONG_MAX_TRIALS)
+            self._long_trials[i] = held * scale
+            self._long_accepted[i] = (self._long_accepted[i] + left[1][i]) * scale
+
+    def _age(self, i: int) -> None:
+        factor = _aging(self._unseen[i])
+        self._unseen[i] = 0
+        self._long_trials[i] *= factor
+        self._long_accepted[i] *= factor
+        for trials, accepted in self._window:
+            trials[i] *= factor
+            accepted[i] *= factor
+
+
+def _aging(batches: int) -> float:
+    return float(0.5 ** (batches / AGING_HALF_LIFE_BATCHES))
+
+
+def _beyond(counts: list[float]) -> list[float]:
+    """[i]: the sum of counts[i + 1:]."""
+    return list(accumulate(reversed(counts[1:])))[::-1]

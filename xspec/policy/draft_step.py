@@ -7,6 +7,7 @@ add up to. docs/adaptive.md explains the rules and all constants.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class BatchLoad:
 
     rows: int
     lanes: int
-    useful: Floats
+    useful: tuple[float, ...]
 
 
 class DraftStepPolicy:
@@ -85,12 +86,12 @@ class DraftStepPolicy:
     def _decide(self, view: PolicyView, held: Held | None) -> SpeculationPlan:
         load = self._load(view)
         at = self._costs.at(view.kv_bounds)
-        if not load.useful.any():  # the round is plain whatever is planned
+        if not any(load.useful):  # the round is plain whatever is planned
             return self._decode(view, load, 0, "nothing_to_draft", at)
         if at is None:
             return self._decode(view, load, self._geometry.uncovered_steps, "uncovered_kv", at)
         costs_ms = self._costs_ms(at, load.lanes)
-        if np.isnan(costs_ms).all():
+        if all(map(isnan, costs_ms)):
             return self._decode(view, load, self._geometry.uncovered_steps, "uncovered_bucket", at)
         held, reason, cause = self._hold(view, held, load, at, costs_ms)
         depth = held.choice
@@ -101,14 +102,14 @@ class DraftStepPolicy:
         planned = Planned(
             rows=load.rows,
             load=load,
-            probe_ms=max(0.0, float(costs_ms[depth] - costs_ms[held.choice])),
-            probe_cap_ms=float(np.nanmax(costs_ms[held.choice :]) - costs_ms[held.choice]),
+            probe_ms=max(0.0, costs_ms[depth] - costs_ms[held.choice]),
+            probe_cap_ms=max(ms - costs_ms[held.choice] for ms in costs_ms[held.choice :] if not isnan(ms)),
             cause=cause,
         )
         return self._decode(view, load, depth, reason, at, planned)
 
     def _hold(
-        self, view: PolicyView, held: Held | None, load: BatchLoad, at: CostsAt, costs_ms: Floats
+        self, view: PolicyView, held: Held | None, load: BatchLoad, at: CostsAt, costs_ms: list[float]
     ) -> tuple[Held, str, str | None]:
         """The choice to hold, the reason of the plan and, if the choice changed, the cause."""
         now = self._ledger.moment(view.plan_id, load.rows, load.lanes, held)
@@ -116,7 +117,7 @@ class DraftStepPolicy:
             scores = self._scores(now.plan_id, load, at, costs_ms)
             return start(int(np.nanargmax(scores)), now), "initial", None
         held = meet_load(held, now)
-        covered = not np.isnan(costs_ms[held.choice])
+        covered = not isnan(costs_ms[held.choice])
         if covered and not scoring_due(held, now, self._settings.update_interval):
             return held, "hold", None
         scores = self._scores(held.load_id, load, at, costs_ms)
@@ -125,63 +126,69 @@ class DraftStepPolicy:
         held, cause = choose(held, now, scores, self._settings.switch_min_gain if settled else 0.0)
         return held, "hold" if cause is None else "switch", cause
 
-    def _probe(self, held: Held, load: BatchLoad, at: CostsAt, costs_ms: Floats) -> int | None:
+    def _probe(self, held: Held, load: BatchLoad, at: CostsAt, costs_ms: list[float]) -> int | None:
         """The deeper depth to look at now, if one is due and the allowance pays it.
 
         One at a time: the next waits until this one retired.
         """
         ledger = self._ledger
-        extra_ms = costs_ms - costs_ms[held.choice]
-        extra_ms[: held.choice + 1] = np.nan
-        extra_ms[1:][load.useful == 0.0] = np.nan
-        if held.probe_id > ledger.retired_id or np.isnan(extra_ms).all():
+        if held.probe_id > ledger.retired_id:
             return None
-        if np.nanmin(extra_ms) > ledger.allowance_ms:
+        extra_ms = {
+            depth: ms - costs_ms[held.choice]
+            for depth, ms in enumerate(costs_ms)
+            if depth > held.choice and load.useful[depth - 1] and not isnan(ms)
+        }
+        if not extra_ms or min(extra_ms.values()) > ledger.allowance_ms:
             return None
         if held.probes % DEEP_PROBE_EVERY == DEEP_PROBE_EVERY - 1:
-            depth = int(np.flatnonzero(~np.isnan(extra_ms))[-1])
+            depth = max(extra_ms)
         else:
             scores = self._scores(held.load_id, load, at, costs_ms)
-            depth = int(np.nanargmax(np.where(np.isnan(extra_ms), np.nan, scores)))
+            depth = max(extra_ms, key=lambda deeper: scores[deeper])
         return depth if extra_ms[depth] <= ledger.allowance_ms else None
 
     # -- worth --------------------------------------------------------------------------------
 
-    def _scores(self, since_id: int, load: BatchLoad, at: CostsAt, costs_ms: Floats) -> Floats:
+    def _scores(self, since_id: int, load: BatchLoad, at: CostsAt, costs_ms: list[float]) -> Floats:
         """Tokens per ms at every depth 0 .. K (NaN: no choice), of this batch and recent ones of its load.
 
         (sum of rows + sum over i <= depth of useful_i P_i) / sum of cost_ms, sums over batches; the others
         cost what they would at this batch's KV lengths. At a steady load that is the objective of the
         document.
         """
+        here = np.array(costs_ms)
         by_lanes: dict[int, list[BatchLoad]] = {load.lanes: [load]}
         for batch in self._ledger.recent(since_id):
             by_lanes.setdefault(batch.lanes, []).append(batch)
-        total_ms, rows, useful = np.zeros_like(costs_ms), 0, np.zeros_like(load.useful)
+        total_ms, rows, useful = np.zeros_like(here), 0, np.zeros(len(load.useful))
         for lanes, batches in by_lanes.items():
-            ms = costs_ms if lanes == load.lanes else self._costs_ms(at, lanes)
-            if np.isnan(ms[~np.isnan(costs_ms)]).any():
+            ms = here if lanes == load.lanes else np.array(self._costs_ms(at, lanes))
+            if np.isnan(ms[~np.isnan(here)]).any():
                 continue  # cannot be compared at every choice of this batch
             total_ms += len(batches) * ms
             rows += sum(batch.rows for batch in batches)
             useful += np.sum([batch.useful for batch in batches], axis=0)
         tokens = rows + np.concatenate(([0.0], np.cumsum(useful * self._rates.prefix())))
-        return np.asarray(tokens / (total_ms + 0.0 * costs_ms))  # NaN where this batch has no cost
+        return np.asarray(tokens / (total_ms + 0.0 * here))  # NaN where this batch has no cost
 
-    def _costs_ms(self, at: CostsAt, lanes: int) -> Floats:
+    def _costs_ms(self, at: CostsAt, lanes: int) -> list[float]:
         """Round cost at every depth 0 .. K; NaN where it is not measured or not allowed."""
         least = 0 if self._settings.allow_plain_rounds else 1
         costs = [
             at.round_ms(depth, lanes, lanes * (depth + 1)) if depth >= least else None
             for depth in range(self._geometry.draft_width + 1)
         ]
-        return np.array([np.nan if ms is None else ms for ms in costs], dtype=np.float64)
+        return [nan if ms is None else ms for ms in costs]
 
     def _load(self, view: PolicyView) -> BatchLoad:
-        rows = len(view.sequence_ids)
-        limits = draft_limits(view, self._geometry.draft_width)
+        rows, width = len(view.sequence_ids), self._geometry.draft_width
+        lanes = self._geometry.lanes.fit(rows).rows
+        if all(view.speculative) and min(view.rooms, default=width + 1) > width:  # nearly always
+            return BatchLoad(rows=rows, lanes=lanes, useful=(float(rows),) * width)
+        limits = draft_limits(view, width)
         useful = (limits[:, None] >= self._positions).sum(axis=0).astype(np.float64)
-        return BatchLoad(rows=rows, lanes=self._geometry.lanes.fit(rows).rows, useful=useful)
+        return BatchLoad(rows=rows, lanes=lanes, useful=tuple(useful.tolist()))
 
     # -- plans --------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ def draft_limits(view: PolicyView, width: int) -> NDArray[np.int64]:
     target's.
     """
     limits = np.full(len(view.sequence_ids), width, dtype=np.int64)
+    if all(view.speculative) and min(view.rooms, default=width + 1) > width:
+        return limits  # nearly always
     if view.rooms:
         limits = np.minimum(np.maximum(np.array(view.rooms, dtype=np.int64) - 1, 0), width)
     if view.speculative:

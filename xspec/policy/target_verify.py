@@ -133,12 +133,15 @@ class TargetVerifyPolicy:
         if not menu.tiers and menu.plain_ms is None:
             return self._unscored(view, batch, self._geometry.uncovered_steps, "uncovered_bucket", at)
         promised = self._promised(batch, held)
-        duel = _duel(batch.rows, menu, promised)
+        best = best_tier(promised, menu.tiers) if menu.tiers else None
+        duel = _duel(batch.rows, menu, best)
         held, reason, cause = self._hold(view, held, batch, duel)
         self._turns.held = held
         if held.choice == SPECULATIVE:
             self._ledger.plan(view.plan_id, Planned(rows=batch.rows, load=duel, cause=cause))
-            tier = best_tier(self._budgeted(batch, promised), menu.tiers)
+            budgeted = self._budgeted(batch, promised)
+            tier = best if budgeted is None else best_tier(budgeted, menu.tiers)
+            assert tier is not None  # speculative rounds have a cost, or they would not be held
             return self._verify(view, batch, tier, "tier" if reason == "hold" else reason)
         probe = self._probe(held, promised, menu) if reason == "hold" else None
         if probe is not None:
@@ -212,10 +215,13 @@ class TargetVerifyPolicy:
         corrected = self._correction.apply(raw) * self._signals.own_factors(batch.places)[:, None]
         return np.where(batch.matters, np.minimum(corrected, 1.0), 0.0)
 
-    def _budgeted(self, batch: Batch, promised: Floats) -> Floats:
-        """The same for the choice of a budget: a request without feedback counts as surely accepted."""
+    def _budgeted(self, batch: Batch, promised: Floats) -> Floats | None:
+        """The same for the choice of a budget: a request without feedback counts as surely accepted.
+
+        None: there is no such request.
+        """
         unknown = batch.places == 0
-        return np.where(unknown[:, None] & batch.matters, 1.0, promised) if unknown.any() else promised
+        return np.where(unknown[:, None] & batch.matters, 1.0, promised) if unknown.any() else None
 
     def _batch(self, view: PolicyView) -> Batch:
         limits = draft_limits(view, self._width)
@@ -268,11 +274,8 @@ class TargetVerifyPolicy:
         )
 
 
-def _duel(rows: int, menu: Menu, promised: Floats) -> Duel:
+def _duel(rows: int, menu: Menu, best: Tier | None) -> Duel:
     """A plain round against the best tier."""
     nan = float("nan")
-    tokens, ms = nan, nan
-    if menu.tiers:
-        best = best_tier(promised, menu.tiers)
-        tokens, ms = best.tokens, best.ms
+    tokens, ms = (nan, nan) if best is None else (best.tokens, best.ms)
     return Duel(tokens=(float(rows), tokens), ms=(nan if menu.plain_ms is None else menu.plain_ms, ms))
