@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,6 +177,18 @@ def test_zeros_keep_their_sign_whoever_reads_along(team: Team) -> None:
     together = attend(team, world.rows, world.slab())
     alone = attend(team, world.rows.only(slice(1)), world.slab())
     assert torch.equal(bits(alone[0]), bits(together[0]))
+
+
+def test_more_keys_than_the_table_has_pages_for_are_all(team: Team) -> None:
+    """Drafts past a sequence's end ask for them; what lies behind a row of the table is not its own."""
+    world = World(9, kv_heads=2, group=3, dim=64, block=16, runs=[3, 1, 4], longest=64)
+    world.see([62, 63, 64, 64, 10, 62, 63, 64])
+    expected = attend(team, world.rows, world.slab())
+    beyond = torch.full((world.pages.numel() + 8,), world.plain.shape[1] - 1)
+    rows = replace(world.rows, table=beyond[: world.pages.numel()].view(world.pages.shape))
+    rows.table.copy_(world.pages)
+    rows.kv_lens.copy_(torch.tensor([62, 63, 65, 200, 10, 62, 63, 81]))
+    assert torch.equal(bits(attend(team, rows, world.slab())), bits(expected))
 
 
 def test_no_key_counts_as_one(team: Team) -> None:

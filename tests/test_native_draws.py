@@ -197,6 +197,26 @@ def test_the_sampler_draws_the_same_tokens(draws: NativeDraws, kinds: tuple[Samp
         assert torch.equal(a.tokens, b.tokens) and torch.equal(a.bad, b.bad)
 
 
+def test_a_temperature_that_counts_as_none_is_none_among_others(draws: NativeDraws) -> None:
+    """Of equal logits the least noise would choose, and only where a neighbour is drawn with noise."""
+    kinds = (SamplingParams(temperature=5e-6), SamplingParams(temperature=1.0))
+    assert kinds[0].greedy
+    state, logits = state_of(kinds, 2003, draws), torch.zeros(2, 2003, dtype=torch.bfloat16)
+    for at in range(5):
+        rows, positions = torch.tensor([1, 2]), torch.full((2,), at)
+        assert draw(logits, rows, positions, state, needs_of(kinds)).tokens[0] == 0
+        assert Picker(state, probabilistic=True)(logits, rows, positions, None)[0] == 0
+
+
+def test_no_rows_at_all(draws: NativeDraws) -> None:
+    none, keys = torch.zeros(0, dtype=torch.int64), keys_of(1)
+    logits = logits_of(1, 30)[:0]
+    assert draws.argmax(logits)[0].shape == (0,)
+    assert draws.draw(logits, torch.ones(1), keys, none, none)[0].shape == (0,)
+    assert draws.selected_probability(logits, none).shape == (0,)
+    assert draws.gumbel(keys[:0], none, None, 30, None).shape == (0, 30)
+
+
 @pytest.mark.parametrize("probabilistic", [False, True])
 def test_the_picker_picks_the_same_columns(draws: NativeDraws, probabilistic: bool) -> None:
     kinds = (KINDS[0], KINDS[1], SamplingParams(temperature=0.4))

@@ -84,6 +84,23 @@ async def test_bf16_text_does_not_depend_on_schedule_or_speculation(
     assert policy.accepted > policy.proposed / 10
 
 
+async def test_a_text_that_fills_the_context_under_wide_drafts(
+    model: Path, built: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts past the last position have no page, and the table no entry for one."""
+    flags = {**BF16, "max_model_len": 48, "block_size": 16}
+    load = [(prompt, {**values, "max_tokens": 48, "ignore_eos": True}) for _, prompt, values in LOAD[:6]]
+    async with engine_of(model, **flags) as engine:
+        plain = [tokens(await run(engine, prompt, **values)) for prompt, values in load]
+    texts = [[*prompt, *text] for (prompt, _), text in zip(load, plain, strict=True)]
+    assert all(len(text) == 48 for text in texts)
+    policy = Scheduled([16, 7])
+    async with speculating(model, policy, ScriptedDrafter(texts, right=0.8), monkeypatch, **flags) as engine:
+        outputs = await asyncio.gather(*(run(engine, prompt, **values) for prompt, values in load))
+        assert [tokens(each) for each in outputs] == plain
+    assert policy.accepted > policy.proposed / 10
+
+
 async def refusal(model: Path, **flags: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         async with engine_of(model, **{"dtype": "bfloat16", **flags}):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -73,6 +77,59 @@ def test_buffers_lie_side_by_side_and_never_overlap(
     zeros = memory.zeros((2, 3, 16, 32), BF16)
     assert zeros.shape == (2, 3, 16, 32) and zeros.dtype == BF16 and zeros.count_nonzero() == 0
     assert zeros.data_ptr() % HUGE_PAGE_BYTES == 0
+
+
+class SlowMemory:
+    """Addresses in place of memory, so slow to cut that another thread gets in between."""
+
+    def __init__(self, addresses: range) -> None:
+        self.addresses = addresses
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __getitem__(self, part: slice) -> SlowMemory:
+        time.sleep(0.005)
+        return SlowMemory(self.addresses[part])
+
+
+def test_engines_that_load_at_the_same_time_share_no_buffer(library: NativeLibrary) -> None:
+    memory = native.Memory(library)
+    memory._left = SlowMemory(range(1 << 20))  # type: ignore[assignment]
+    taken: list[int] = []
+
+    def load() -> None:
+        for _ in range(4):
+            taken.extend(memory.take(64).addresses)  # type: ignore[attr-defined]
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == len(set(taken)) == 16 * 64
+
+
+STARVED = """
+import resource
+from xspec.errors import EngineError
+from xspec.kernels.native import Team, library_path, load_library
+
+library = load_library(library_path())
+used = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+try:
+    Team(library, 4096)
+except (EngineError, MemoryError) as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and RLIMIT_AS")
+def test_threads_the_system_does_not_have_are_an_error(library: NativeLibrary) -> None:
+    """Those that were started end; the process does not."""
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("refused: xs_team_create"), done.stderr
 
 
 def test_the_operators_are_as_declared(library: NativeLibrary) -> None:

@@ -83,6 +83,14 @@ def same_inputs(a: ForwardInputs, b: ForwardInputs, pages: int) -> None:
         assert torch.equal(a.ragged.dense, b.ragged.dense) and torch.equal(a.ragged.flat, b.ragged.flat)
 
 
+def look_up_their_own_pages(inputs: ForwardInputs, rows: DeviceRows, row_ids: torch.Tensor) -> None:
+    """Also past the pages of the pass: never what an earlier one left there."""
+    for lane, row in enumerate(row_ids.tolist()):
+        seen = inputs.kv_lens[inputs.sequences == lane]
+        count = min(ENTRIES, -(-int(seen.max()) // BLOCK)) if len(seen) else 0
+        assert torch.equal(inputs.page_table[lane, :count], rows.page_table[row, :count])
+
+
 def same_flat_rows(a: FlatRows, b: FlatRows, pages: int) -> None:
     for name in ("row_ids", "tokens", "lanes", "owners", "offsets", "first", "counts"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
@@ -114,6 +122,7 @@ def test_verify_rows(library: NativeLibrary, seed: int, pages: int) -> None:
         for _ in range(2):  # the second call writes over the first one's buffers
             found = [call(uniform, pages, segments) for call in bound]
             same_flat_rows(*found, pages)
+            look_up_their_own_pages(found[1].inputs, fused, row_ids)
             counts[:1] = 1
             drafts.add_(1)
             for each in (plain, fused):
@@ -135,7 +144,9 @@ def test_draft_rows(
     assert isinstance(bound[0], TorchDraftRows) and not isinstance(bound[1], TorchDraftRows)
     for offset, width, causal in passes:
         segments = (Segment(0, len(row_ids), width, pages, 0),)
-        same_inputs(*(call(offset, width, causal, pages, segments) for call in bound), pages)
+        found = [call(offset, width, causal, pages, segments) for call in bound]
+        same_inputs(*found, pages)
+        look_up_their_own_pages(found[1], fused, row_ids)
 
 
 def settled_by(

@@ -94,6 +94,6 @@ def test_rates_are_probabilities_whatever_happens(batches: list[list[tuple[int, 
     rates = PrefixRates(4, window_size=3)
     for batch in batches:
         rates.observe([row(i, v, min(v, a), censored=c) for i, (v, a, c) in enumerate(batch)])
-    conditional, prefix = rates.conditional(), rates.prefix()
+    conditional, prefix = np.array(rates.conditional()), rates.prefix()
     assert ((conditional >= 0.0) & (conditional <= 1.0)).all()
     assert (np.diff(prefix) <= 0.0).all()

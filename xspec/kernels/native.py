@@ -9,6 +9,7 @@ import ctypes
 import enum
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -206,13 +207,15 @@ class Memory:
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
         self._left = torch.empty(0, dtype=torch.uint8)
+        self._taking = threading.Lock()  # engines of one process may load their models at the same time
 
     def take(self, size: int) -> torch.Tensor:
         """uint8 [size], 64-byte aligned, what is in it undefined."""
         unit = -(-size // ALIGNMENT) * ALIGNMENT
-        if unit > len(self._left):
-            self._left = self._chunk(max(unit, CHUNK_BYTES))
-        taken, self._left = self._left[:size], self._left[unit:]
+        with self._taking:
+            if unit > len(self._left):
+                self._left = self._chunk(max(unit, CHUNK_BYTES))
+            taken, self._left = self._left[:size], self._left[unit:]
         return taken
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-
-import numpy as np
-from numpy.typing import NDArray
+from operator import mul
 
 from xspec.core.round import RowFeedback
 
@@ -20,8 +18,6 @@ PRIOR_TRIALS = 4.0
 LONG_MAX_WEIGHT = 32.0
 LONG_MAX_TRIALS = 400.0
 AGING_HALF_LIFE_BATCHES = 2000.0
-
-Floats = NDArray[np.float64]
 
 
 class PrefixRates:
@@ -57,13 +53,13 @@ class PrefixRates:
         if trials and trials[0]:
             self._push(trials, accepted_at)
 
-    def conditional(self) -> Floats:
+    def conditional(self) -> list[float]:
         """q_1 .. q_K."""
-        return np.array([self._rate(i) for i in range(self._width)], dtype=np.float64)
+        return [self._rate(i) for i in range(self._width)]
 
-    def prefix(self) -> Floats:
+    def prefix(self) -> list[float]:
         """P_1 .. P_K: the chance that the first i drafts are all accepted."""
-        return np.asarray(np.cumprod(self.conditional()), dtype=np.float64)
+        return list(accumulate(self.conditional(), mul))
 
     def _rate(self, i: int) -> float:
         # Nothing is aged here: what is asked, and how often, must leave no trace, not even in rounding.

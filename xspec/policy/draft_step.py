@@ -7,6 +7,7 @@ add up to. docs/adaptive.md explains the rules and all constants.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from math import isnan, nan
 from typing import Any
 
@@ -55,6 +56,7 @@ class DraftStepPolicy:
         self._rates = PrefixRates(geometry.draft_width, settings.window_size)
         self._ledger: Ledger[BatchLoad] = Ledger()
         self._turns = Turns()
+        self._full_load: BatchLoad | None = None  # the last one in which every draft could matter
         self._last: SpeculationPlan | None = None
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
@@ -75,8 +77,8 @@ class DraftStepPolicy:
             "draft_steps": None if held is None else held.choice,
             "predicted_ms": None if last is None else last.predicted_ms,
             "reason": None if last is None else last.reason,
-            "survival": self._rates.prefix().tolist(),
-            "conditional_rates": self._rates.conditional().tolist(),
+            "survival": self._rates.prefix(),
+            "conditional_rates": self._rates.conditional(),
             "dwell_ms": 0.0 if held is None else held.dwell_ms,
             **self._ledger.counts(),
         }
@@ -157,20 +159,26 @@ class DraftStepPolicy:
         cost what they would at this batch's KV lengths. At a steady load that is the objective of the
         document.
         """
-        here = np.array(costs_ms)
-        by_lanes: dict[int, list[BatchLoad]] = {load.lanes: [load]}
-        for batch in self._ledger.recent(since_id):
-            by_lanes.setdefault(batch.lanes, []).append(batch)
-        total_ms, rows, useful = np.zeros_like(here), 0, np.zeros(len(load.useful))
-        for lanes, batches in by_lanes.items():
-            ms = here if lanes == load.lanes else np.array(self._costs_ms(at, lanes))
-            if np.isnan(ms[~np.isnan(here)]).any():
+        total_ms, rows, useful = [0.0] * len(costs_ms), 0, [0.0] * len(load.useful)
+        by_lanes = {load.lanes: costs_ms}
+        for _, run in groupby([load, *self._ledger.recent(since_id)], key=id):
+            batch, *more = run  # equal batches follow one another as one and the same object
+            count = 1 + len(more)
+            if batch.lanes not in by_lanes:
+                by_lanes[batch.lanes] = self._costs_ms(at, batch.lanes)
+            ms = by_lanes[batch.lanes]
+            if any(isnan(there) and not isnan(here) for there, here in zip(ms, costs_ms, strict=True)):
                 continue  # cannot be compared at every choice of this batch
-            total_ms += len(batches) * ms
-            rows += sum(batch.rows for batch in batches)
-            useful += np.sum([batch.useful for batch in batches], axis=0)
-        tokens = rows + np.concatenate(([0.0], np.cumsum(useful * self._rates.prefix())))
-        return np.asarray(tokens / (total_ms + 0.0 * here))  # NaN where this batch has no cost
+            rows += count * batch.rows
+            for depth, there in enumerate(ms):
+                total_ms[depth] += count * there
+            for i, requests in enumerate(batch.useful):
+                useful[i] += count * requests
+        tokens = accumulate(
+            (each * p for each, p in zip(useful, self._rates.prefix(), strict=True)), initial=rows
+        )
+        scores = [each / ms for each, ms in zip(tokens, total_ms, strict=True)]
+        return np.where(np.isnan(costs_ms), nan, scores)
 
     def _costs_ms(self, at: CostsAt, lanes: int) -> list[float]:
         """Round cost at every depth 0 .. K; NaN where it is not measured or not allowed."""
@@ -185,7 +193,9 @@ class DraftStepPolicy:
         rows, width = len(view.sequence_ids), self._geometry.draft_width
         lanes = self._geometry.lanes.fit(rows).rows
         if all(view.speculative) and min(view.rooms, default=width + 1) > width:  # nearly always
-            return BatchLoad(rows=rows, lanes=lanes, useful=(float(rows),) * width)
+            if self._full_load is None or self._full_load.rows != rows:
+                self._full_load = BatchLoad(rows=rows, lanes=lanes, useful=(float(rows),) * width)
+            return self._full_load
         limits = draft_limits(view, width)
         useful = (limits[:, None] >= self._positions).sum(axis=0).astype(np.float64)
         return BatchLoad(rows=rows, lanes=lanes, useful=tuple(useful.tolist()))

@@ -73,7 +73,7 @@ class SamplingState:
         check_ids(params, self.vocab_size)
         self._reals[row] = self._reals.new_tensor(
             (
-                params.temperature,
+                0.0 if params.greedy else params.temperature,  # draws of mixed rows know them by it
                 params.top_p,
                 params.min_p,
                 params.presence_penalty,

@@ -36,6 +36,7 @@ XS_API int32_t xs_draw(XsTeam* team, const bf16* logits, int64_t stride, int64_t
                        const int32_t* keys, const int64_t* owners, const int64_t* positions,
                        const int64_t* ids, const float* temperature, int64_t temperature_stride,
                        int64_t* columns, bool* bad) {
+  if (rows == 0) return xs::kOk;
   if (logits == nullptr || columns == nullptr || rows < 0 || cols < 1 || cols > INT32_MAX) {
     return xs::kInvalid;
   }
@@ -50,6 +51,7 @@ XS_API int32_t xs_draw(XsTeam* team, const bf16* logits, int64_t stride, int64_t
 // See Sampler::probability.
 XS_API int32_t xs_selected_probability(XsTeam* team, const bf16* logits, int64_t stride, int64_t rows,
                                        int64_t cols, const int64_t* columns, float* out) {
+  if (rows == 0) return xs::kOk;
   if (logits == nullptr || out == nullptr || rows < 0 || cols < 1 || !within(columns, rows, cols)) {
     return xs::kInvalid;
   }
@@ -61,6 +63,7 @@ XS_API int32_t xs_selected_probability(XsTeam* team, const bf16* logits, int64_t
 // out [rows, cols]; ids [rows, id_stride] or null: 0, 1, 2, ...
 XS_API int32_t xs_gumbel(XsTeam* team, const int32_t* keys, const int64_t* positions, const int64_t* ids,
                          int64_t id_stride, int64_t rows, int64_t cols, float* out) {
+  if (rows == 0 || cols == 0) return xs::kOk;
   if (keys == nullptr || positions == nullptr || out == nullptr || rows < 0 || cols < 1) return xs::kInvalid;
   return guarded(team, [&] {
     const xs::Noise noise{keys, nullptr, positions, ids, id_stride, rows, cols};

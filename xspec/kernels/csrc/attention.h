@@ -26,6 +26,13 @@ static constexpr int64_t value_index(int64_t dim, int64_t token, int64_t d) {
   return token / 2 * 2 * dim + 2 * d + token % 2;
 }
 
+// Keys that a row sees. Drafts past a sequence's end may ask for more than its pages hold: nobody will
+// look at what such rows yield, but no page past the table may be looked up.
+static inline int64_t keys_seen(const Attend& step, int64_t row) {
+  const int64_t most = step.table_stride * step.cache.block, asked = step.kv_lens[row];
+  return asked < 1 ? 1 : asked < most ? asked : most;
+}
+
 // See Ops. `attend` takes heads up to kMaxHeadDim; D is a multiple of 32, rows and columns of the others
 // may have any length. Denormal results are 0 in the AVX-512 ops.
 void avx512_rms_norm(Worker&, const bf16* x, int64_t x_stride, const bf16* weight, float eps, bf16* y,

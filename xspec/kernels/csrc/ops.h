@@ -78,7 +78,7 @@ struct Attend {
   int64_t q_stride;
   int64_t rows, heads;
   const int64_t* sequences;   // [rows] row of the page table; rows of a sequence need not be neighbours
-  const int64_t* kv_lens;     // [rows] keys a row sees; 0 counts as 1
+  const int64_t* kv_lens;     // [rows] keys a row sees; 0 counts as 1, more than the table has as all
   const int64_t* page_table;  // [sequences, table_stride]
   int64_t table_stride;
   int64_t first_key;  // keys before min(first_key, kv_len - 1) are not seen

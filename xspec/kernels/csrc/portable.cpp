@@ -139,7 +139,7 @@ void attend_head(const Attend& step, int64_t row, int64_t head, float* weights) 
   const Cache& cache = step.cache;
   const int64_t dim = cache.dim, group = step.heads / cache.kv_heads, plane = head / group;
   const Keys keys{step, step.page_table + step.sequences[row] * step.table_stride};
-  const int64_t end = std::max<int64_t>(step.kv_lens[row], 1);
+  const int64_t end = keys_seen(step, row);
   const int64_t begin = std::min(step.first_key, end - 1);
   const bf16* q = step.q + row * step.q_stride + head * dim;
   float high = -std::numeric_limits<float>::infinity();
@@ -164,7 +164,7 @@ void attend_head(const Attend& step, int64_t row, int64_t head, float* weights) 
 
 void attend(Worker& worker, const Attend& step) {
   int64_t longest = 1;
-  for (int64_t row = 0; row < step.rows; ++row) longest = std::max(longest, step.kv_lens[row]);
+  for (int64_t row = 0; row < step.rows; ++row) longest = std::max(longest, keys_seen(step, row));
   float* weights = static_cast<float*>(worker.scratch(static_cast<size_t>(longest) * sizeof(float)));
   for (int64_t item; (item = worker.next()) < step.rows * step.heads;) {
     attend_head(step, item / step.heads, item % step.heads, weights);

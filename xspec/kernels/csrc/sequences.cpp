@@ -17,10 +17,14 @@ int64_t slot_of(const RowTable& table, int64_t row, int64_t position, int64_t pa
   return (page == kScratchPage ? table.sink_page : page) * table.block + position % table.block;
 }
 
-void copy_pages(const RowTable& table, const PassRows& pass, int64_t pages) {
+// `ahead`: how far past its last token a row may be. It looks up pages that far, granted ones or not, and
+// must not find there what an earlier pass left in the buffer.
+void copy_pages(const RowTable& table, const PassRows& pass, int64_t pages, int64_t ahead) {
   for (int64_t lane = 0; lane < pass.lanes; ++lane) {
-    const int64_t* from = pages_of(table, pass.row_ids[lane]);
-    std::copy(from, from + pages, pass.page_table + lane * table.table_stride);
+    const int64_t row = pass.row_ids[lane], furthest = (table.length[row] - 1 + ahead) / table.block;
+    const int64_t* from = pages_of(table, row);
+    const int64_t count = std::min(table.table_stride, std::max(pages, furthest + 1));
+    std::copy(from, from + count, pass.page_table + lane * table.table_stride);
   }
 }
 
@@ -45,7 +49,7 @@ void copy_state(char* to, const char* from, int64_t bytes) {
 }  // namespace
 
 void decode_rows(const RowTable& table, const PassRows& pass, int64_t pages, int64_t offset, bool causal) {
-  copy_pages(table, pass, pages);
+  copy_pages(table, pass, pages, offset + pass.width - 1);
   int64_t at = 0;
   for (int64_t lane = 0; lane < pass.lanes; ++lane) {
     const int64_t row = pass.row_ids[lane], start = table.length[row] - 1 + offset;
@@ -70,7 +74,7 @@ bool verify_rows(const RowTable& table, const VerifyRows& verify, const int64_t*
     total += count;
   }
   if (total > pass.rows) return false;
-  copy_pages(table, pass, pages);
+  copy_pages(table, pass, pages, pass.width - 1);
   int64_t at = 0;
   for (int64_t lane = 0; lane < pass.lanes; ++lane) {
     const int64_t row = pass.row_ids[lane], start = table.length[row] - 1;

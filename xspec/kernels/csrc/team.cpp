@@ -93,14 +93,23 @@ void Team::Patience::learn(int spins, bool passed) {
 }
 
 Team::Team(int threads) : count_(threads < 1 ? 1 : threads), scratch_(count_), patience_(count_) {
-  for (int index = 1; index < count_; ++index) threads_.emplace_back([this, index] { serve(index); });
+  try {
+    for (int index = 1; index < count_; ++index) threads_.emplace_back([this, index] { serve(index); });
+  } catch (...) {  // the system has no more threads: those that run must end before their memory does
+    stop();
+    throw;
+  }
 }
 
 Team::~Team() {
+  stop();
+  for (auto& own : scratch_) std::free(own.memory);
+}
+
+void Team::stop() {
   stopping_ = true;
   change(started_, sleeping_);
   for (auto& thread : threads_) thread.join();
-  for (auto& own : scratch_) std::free(own.memory);
 }
 
 void Team::run(const std::function<void(Worker&)>& job) {

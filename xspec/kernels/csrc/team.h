@@ -59,6 +59,7 @@ class Team {
   };
 
   void serve(int index);
+  void stop();
   void arrive(int index);
 
   const int count_;
