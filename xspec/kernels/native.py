@@ -188,7 +188,10 @@ class NativeLibrary:
         if list(sizes) != [ctypes.sizeof(struct) for struct in STRUCTS]:
             raise EngineError(f"{path} was built from other sources than this xspec: install it again")
         for name, (result, arguments) in _PROTOTYPES.items():
-            function = getattr(self.c, name)
+            try:
+                function = getattr(self.c, name)
+            except AttributeError as error:
+                raise EngineError(f"{path} lacks {name}, this xspec needs it: install it again") from error
             function.restype, function.argtypes = result, list(arguments)
 
     def isa(self, name: str = "") -> str | None:
