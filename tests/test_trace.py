@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_a_round_comes_back_as_it_was(tmp_path: Path) -> None:
         "plan": {
             "plan_id": 7, "policy": "p", "draft_steps": 3, "verify_steps": 2, "depth": None,
             "target_rows": 24, "range_index": 1, "candidate_index": 0, "reason": "switch",
-            "predicted_ms": 0.30000000000000004,
+            "predicted_ms": 0.30000000000000004, "shadow": False,
         },
         "feedback": {
             "shape": {"draft_rows": 2, "target_rows": 8, "prefill_tokens": 5, "kv_pages": 3},
@@ -174,6 +175,7 @@ def test_a_round_comes_back_as_it_was(tmp_path: Path) -> None:
                 "shape": [2, 3],
                 "values": [0.10000000149011612, 0.3333333432674408, 1.401298464324817e-45, 1.0, 0.0, -0.0],
             },
+            "matches": None,
         },
         "error": None,
     }  # fmt: skip
@@ -195,6 +197,16 @@ def test_every_float_comes_back_bit_by_bit(values: list[float], round_ms: float)
     line = xspec.trace._line(TracedRound(view(0), plan, 0, told))
     entry = xspec.trace._round(orjson.loads(line))
     assert entry.plan == plan and same(entry.feedback, told)
+
+
+def test_matches_of_a_shadow_round_come_back() -> None:
+    plan = SpeculationPlan(0, "p", 2, depth=1, shadow=True)
+    matches = np.arange(18).reshape(2, 3, 3) % 5 < 2
+    told = replace(feedback(plan, 1.0, None), matches=matches)
+    entry = xspec.trace._round(orjson.loads(xspec.trace._line(TracedRound(view(0), plan, 0, told))))
+    assert entry.plan == plan and entry.feedback is not None
+    assert entry.feedback.matches is not None and entry.feedback.matches.dtype == bool
+    assert np.array_equal(entry.feedback.matches, matches)
 
 
 def test_signals_that_are_not_finite_come_back_too() -> None:

@@ -185,6 +185,7 @@ def _line(entry: TracedRound) -> bytes:
             "prefill_tokens": feedback.prefill_tokens,
             "committed_tokens": feedback.committed_tokens,
             "signals": _signals_out(feedback.signals),
+            "matches": _matches_out(feedback.matches),
         }
     return _json(line)
 
@@ -252,6 +253,7 @@ def _round(line: dict[str, Any]) -> TracedRound:
             prefill_tokens=told["prefill_tokens"],
             committed_tokens=told["committed_tokens"],
             signals=_signals_in(told["signals"]),
+            matches=_matches_in(told.get("matches")),
         )
     return TracedRound(PolicyView(**seen), plan, line["observed"], feedback, line["error"])
 
@@ -261,6 +263,18 @@ def _signals_in(told: dict[str, Any] | None) -> np.ndarray | None:
         return None
     values = [float(value) for value in told["values"]]
     return np.array(values, dtype=np.float32).reshape(told["shape"])
+
+
+def _matches_out(matches: np.ndarray | None) -> dict[str, Any] | None:
+    if matches is None:
+        return None
+    return {"shape": list(matches.shape), "values": matches.astype(np.uint8).ravel().tolist()}
+
+
+def _matches_in(told: dict[str, Any] | None) -> np.ndarray | None:
+    if told is None:
+        return None
+    return np.array(told["values"], dtype=np.uint8).astype(bool).reshape(told["shape"])
 
 
 # ── replaying ────────────────────────────────────────────────────────────────────────────────────

@@ -41,6 +41,7 @@ class SpeculationPlan:
     candidate_index: int | None = None
     reason: str = ""
     predicted_ms: float | None = None  # what the policy's costs say of the round's decode part
+    shadow: bool = False  # a looped round also tells what every depth of the drafter would have picked
 
     @property
     def width(self) -> int:
@@ -163,6 +164,7 @@ class RoundResult:
     chunks: tuple[RowTokens, ...]  # aligned with plan.batch.chunks
     rows: tuple[RowTokens, ...]  # aligned with plan.batch.rows
     signals: np.ndarray | None = None  # [rows, K] acceptance signals of the drafts, float32
+    matches: np.ndarray | None = None  # a shadow round: [rows, width + 1, depths] bool, see RoundFeedback
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,9 @@ class RoundFeedback:
     `round_ms` is the host interval between consecutive retirements in steady state, None when the
     pipeline was empty before it (there is no such interval then). `signals` [len(rows), K] float32: estimate
     for each of `rows` that draft k is accepted if all before it were; None in a plain round.
+    `matches` [len(rows), width + 1, len(depths)] bool, only of a shadow round: whether the head after that
+    many loops picks, at a verified row, the token that the target draws there. Of row i the entries before
+    min(committed, width + 1) are on the text; the others follow a rejected draft and mean nothing.
     """
 
     plan: SpeculationPlan
@@ -211,3 +216,4 @@ class RoundFeedback:
     prefill_tokens: int
     committed_tokens: int
     signals: np.ndarray | None = None
+    matches: np.ndarray | None = None

@@ -27,10 +27,26 @@ class DrafterSpec:
     taps: tuple[int, ...] = ()  # target layers whose residual stream it wants (`Target.forward`)
     planes: Planes | None = None  # KV slabs it needs beside the target's
     block: int = 0  # positions, from the last token on, whose draft KV drafting writes (0: none past K)
+    depths: tuple[int, ...] = ()  # loops d that a looped target may draft with, ascending; (): not looped
 
     @property
     def max_steps(self) -> int:
         return max(self.steps, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopWork:
+    """What a round does with the loops of a looped target.
+
+    `depth`: loops that draft, of `DrafterSpec.depths`; 0: a plain round, or a target without loops.
+    `shadow`: the round also tells what every depth would have picked.
+    """
+
+    depth: int = 0
+    shadow: bool = False
+
+
+NO_LOOPS = LoopWork()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +58,7 @@ class DraftMemory:
     page_state: torch.Tensor  # [pages, planes.page_state]
     sink_page: int  # may be written at will, is never read for anybody
     block_size: int
+    target_slabs: tuple[torch.Tensor, ...] = ()  # those of the target, for a drafter that is the target
 
     @property
     def sink_slot(self) -> int:
@@ -70,6 +87,7 @@ class DraftContext:
     probability: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = selected_probability
     """probability(logits [R, D], columns [R]) -> [R] float32: the softmax probability of what was picked."""
     sampled: torch.Tensor | None = None  # [R] bool: lanes whose target draws with a temperature; None: none
+    loops: LoopWork = NO_LOOPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ from xspec.config import Config
 from xspec.core.shapes import BucketGrid, TargetTiers
 from xspec.draft.base import Drafter, DraftMemory
 from xspec.draft.choose import DraftChoice
+from xspec.draft.looped import LoopedDrafter
 from xspec.draft.make import load_drafter
 from xspec.draft.none import NoDrafter
 from xspec.errors import ConfigError, UnsupportedError
 from xspec.exec.graphs import Parts, RoundGraphs
+from xspec.exec.passes import LoopedPasses, TargetPasses, WholePasses
 from xspec.exec.pick import Picker
 from xspec.exec.rows import DeviceRows
 from xspec.exec.runner import Runner
@@ -55,11 +57,16 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What the policy may plan: draft steps and verified drafts, 0 (plain) always included; row budgets."""
+    """What the policy may plan: draft steps and verified drafts, 0 (plain) always included; row budgets.
+
+    `pairs`: the (K, d) of a looped target; `shadows`: its rounds may be shadow rounds.
+    """
 
     steps: Sequence[int] = ()
     widths: Sequence[int] = ()
     tiers: TargetTiers = field(default_factory=TargetTiers)
+    pairs: Sequence[tuple[int, int]] = ()
+    shadows: bool = False
 
 
 def check_abilities(config: Config, platform: Platform) -> torch.dtype:
@@ -150,19 +157,30 @@ def assemble(
     sampling = SamplingState(
         max_seqs + 1, spec.vocab_size, device, dtype=exact, fused=kernels.fuse_draws(dtype)
     )
-    drafter.attach(DraftMemory(max_seqs + 1, pool.draft, pool.page_state, pool.sink_page, layout.block_size))
+    drafter.attach(
+        DraftMemory(
+            rows=max_seqs + 1,
+            slabs=pool.draft,
+            page_state=pool.page_state,
+            sink_page=pool.sink_page,
+            block_size=layout.block_size,
+            target_slabs=pool.target,
+        )
+    )
     grid = _grid(config, platform)
     backend = config.execution.python_graph_backend
     backend = platform.abilities.default_graph_backend if backend == "auto" else backend
     picker = Picker(sampling, probabilistic=config.speculation.enable_probabilistic_draft)
     allowed = speculation(grid)
     graphs = RoundGraphs(
-        Parts(platform, target, drafter, rows, pool.target, picker),
+        Parts(platform, _passes(target, drafter, pool.target, picker), drafter, rows, picker),
         grid=grid,
         slots=ring_slots(config, platform),
         steps=allowed.steps,
         widths=allowed.widths,
         tiers=allowed.tiers,
+        pairs=allowed.pairs,
+        shadows=allowed.shadows,
         enabled=config.execution.enable_graph and backend != "off",
     )
     runner = Runner(
@@ -178,6 +196,12 @@ def assemble(
     if not config.execution.disable_graph_warmup:
         graphs.capture_all(progress)
     return Assembly(target, drafter, runner, pool, grid, allowed.tiers, max_model_len, dtype)
+
+
+def _passes(target: Target, drafter: Drafter, kv: tuple[torch.Tensor, ...], pick: Picker) -> TargetPasses:
+    if isinstance(drafter, LoopedDrafter):
+        return LoopedPasses(target, drafter, pick)
+    return WholePasses(target, kv, drafter.spec.taps)
 
 
 def _check_row_dependence(reasons: Sequence[str]) -> None:

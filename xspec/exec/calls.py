@@ -13,12 +13,13 @@ from typing import Protocol
 import torch
 
 from xspec.core.round import PADDING_ROW
-from xspec.draft.base import Draft, DraftContext, Drafter
+from xspec.draft.base import NO_LOOPS, Draft, DraftContext, Drafter, LoopWork
 from xspec.exec.flat_rows import draft_rows, verify_rows
+from xspec.exec.passes import TargetPasses
 from xspec.exec.rows import DeviceRows
 from xspec.exec.segments import decode_segments
 from xspec.kernels.rounds import FlatRows
-from xspec.models.base import Hidden, Target
+from xspec.models.base import Hidden
 from xspec.nn.inputs import ForwardInputs, Segment
 
 
@@ -44,8 +45,18 @@ class Pick(Protocol):
 class DraftCall:
     """A draft pass over `lanes` rows, `steps` tokens each."""
 
-    def __init__(self, drafter: Drafter, rows: DeviceRows, pick: Pick, *, lanes: int, steps: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        rows: DeviceRows,
+        pick: Pick,
+        *,
+        lanes: int,
+        steps: int,
+        loops: LoopWork = NO_LOOPS,
+    ) -> None:
         self._drafter, self._rows, self._pick, self._steps = drafter, rows, pick, steps
+        self._loops = loops
         self._row_ids = RowIds(lanes, rows)
         self._inputs_of = draft_rows(rows, self._row_ids.tensor)
         self._pages: Sequence[int] = ()
@@ -67,6 +78,7 @@ class DraftCall:
             pick=lambda logits, positions, ids: self._pick(logits, row_ids, positions, ids),
             probability=self._pick.probability,
             sampled=self._pick.sampled(row_ids),
+            loops=self._loops,
         )
         return self._drafter.draft(context, self._steps)
 
@@ -118,6 +130,7 @@ class VerifyPass:
     rows: FlatRows
     hidden: Hidden
     logits: torch.Tensor  # [G, vocab]
+    picks: torch.Tensor | None = None  # [G, depths]: of a shadow round (`draft.looped.Resumed`)
 
     def flat(self, count: int) -> DrawRows:
         """The first `count` flat rows, where the host knows whose they are."""
@@ -142,16 +155,15 @@ class VerifyCall:
 
     def __init__(
         self,
-        target: Target,
+        passes: TargetPasses,
         rows: DeviceRows,
-        kv: tuple[torch.Tensor, ...],
-        taps: tuple[int, ...],
         *,
         lanes: int,
         width: int,
         target_rows: int,
+        loops: LoopWork = NO_LOOPS,
     ) -> None:
-        self._target, self._rows, self._kv, self._taps = target, rows, kv, taps
+        self._passes, self._rows, self._loops = passes, rows, loops
         self._width, self._target_rows = width, target_rows
         device = rows.length.device
         self._row_ids = RowIds(lanes, rows)
@@ -195,8 +207,8 @@ class VerifyCall:
 
     def run(self) -> VerifyPass:
         rows = self._flat_rows(self._uniform, _widest(self._segments), self._segments)
-        hidden = self._target.forward(rows.tokens, rows.inputs, self._kv, self._taps)
-        return VerifyPass(rows, hidden, self._target.logits(hidden.last))
+        passed = self._passes(rows, self._loops)
+        return VerifyPass(rows, passed.hidden, self._passes.logits(passed.hidden.last), passed.picks)
 
 
 class RowIds:

@@ -13,8 +13,8 @@ import torch
 
 from xspec.core.request import SamplingParams
 from xspec.core.round import DecodeRow, PrefillChunk, RoundPlan
-from xspec.draft.base import Draft, Drafter, Published
-from xspec.exec.calls import VerifyPass
+from xspec.draft.base import Draft, Drafter, LoopWork, Published
+from xspec.exec.calls import DrawRows, VerifyPass
 from xspec.exec.graphs import RoundGraphs
 from xspec.exec.rows import DeviceRows
 from xspec.exec.segments import chunk_segments
@@ -64,8 +64,9 @@ class Runner:
         self._needs_cache: tuple[tuple[object, ...], SampleNeeds] | None = None
 
     def make_slots(self, count: int) -> list[Slot]:
-        width = self._drafter.spec.max_steps + 1
-        return [Slot(index, self._platform, self._rows.rows, width) for index in range(count)]
+        spec = self._drafter.spec
+        rows, width, depths = self._rows.rows, spec.max_steps + 1, len(spec.depths)
+        return [Slot(index, self._platform, rows, width, depths) for index in range(count)]
 
     @torch.inference_mode()
     def execute(self, plan: RoundPlan, slot: Slot) -> Event:
@@ -164,14 +165,15 @@ class Runner:
         verify = [row.verify for row in rows]
         drafts = None
         verified: list[int] | torch.Tensor = verify
+        loops = LoopWork((plan.spec.depth or 0) if plan.batch.verify else 0, plan.spec.shadow)
         if plan.batch.verify:
-            draft = self._graphs.draft(slot.index, ids, pages, plan.spec.draft_steps)
+            draft = self._graphs.draft(slot.index, ids, pages, plan.spec.draft_steps, loops)
             drafts = draft.tokens
             slot.keep_signals(draft.signals[: len(ids)])
             if plan.shape.target_rows < self._graphs.lanes(ids) * (max(verify) + 1):
                 verified = self._admit(ids, verify, draft, plan.shape.target_rows, slot)
         width, target_rows = max(verify), plan.shape.target_rows
-        passed = self._graphs.verify(slot.index, ids, pages, verified, drafts, width, target_rows)
+        passed = self._graphs.verify(slot.index, ids, pages, verified, drafts, width, target_rows, loops)
         if isinstance(verified, torch.Tensor) and self._platform.abilities.synchronous:
             verified = verified.tolist()  # is there: nothing waits for it
         self._accept(rows, width, verified, drafts, passed, slot)
@@ -207,6 +209,8 @@ class Runner:
         if drafts is not None and needs.penalised:
             prefix = self._prefix(drafts[:count, :width], drawing.lanes, drawing.offsets)
         drawn = draw(drawing.logits, drawing.owners, drawing.positions, self._sampling, needs, prefix)
+        if passed.picks is not None:
+            slot.keep_matches(_matches(passed.picks, drawn.tokens, drawing, count, width))
         settled = settle(self._rows, passed.rows, count, drawing, drawn, drafts, width, slot.decoded.told)
         self._sampling.advance(passed.rows.row_ids[:count], settled.tokens, settled.counts[:count])
         slot.decoded.note(drawn.logprobs, verify)
@@ -253,3 +257,11 @@ class Runner:
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _matches(
+    picks: torch.Tensor, drawn: torch.Tensor, drawing: DrawRows, lanes: int, width: int
+) -> torch.Tensor:
+    """picks [G, depths], drawn [N] -> [lanes, width + 1, depths] bool: which depths picked what was drawn."""
+    agree = (picks[: len(drawn)] == drawn[:, None]).to(torch.int64)
+    return torch.stack([drawing.rectangle(each, lanes, width, 0) for each in agree.unbind(1)], 2) > 0

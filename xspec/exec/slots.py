@@ -76,20 +76,22 @@ class _Lane:
 class Slot:
     """Buffers for `rows` sequences that commit up to `width` tokens each."""
 
-    def __init__(self, index: int, platform: Platform, rows: int, width: int) -> None:
+    def __init__(self, index: int, platform: Platform, rows: int, width: int, depths: int = 0) -> None:
         self.index = index
         self.decoded = _lane(platform, rows, width)
         self.prefilled = _lane(platform, rows, 1)
         self._signals = platform.pinned((rows, width - 1), torch.float32)
         self._admitted = platform.pinned((rows,), torch.int64)
+        self._matches = platform.pinned((rows, width, depths), torch.bool)
         self._budgeted = False
+        self._shadowed = 0  # rows a sequence of a shadow round
         self.bad_chunks = platform.pinned((rows,), torch.bool)
         self.scores: dict[int, list[TokenLogprob]] = {}  # by chunk index
 
     def begin(self) -> None:
         """Forget the round that was here."""
         self.decoded.logprobs = self.prefilled.logprobs = None
-        self._budgeted = False
+        self._budgeted, self._shadowed = False, 0
         self.scores = {}
 
     def keep_signals(self, signals: torch.Tensor) -> None:
@@ -101,6 +103,11 @@ class Slot:
         """admitted [R]: drafts that a row budget let into verification."""
         self._admitted[: len(admitted)].copy_(admitted, non_blocking=True)
         self._budgeted = True
+
+    def keep_matches(self, matches: torch.Tensor) -> None:
+        """matches [R, W, depths] of a shadow round (`RoundFeedback.matches`)."""
+        rows, self._shadowed, _ = matches.shape
+        self._matches[:rows, : self._shadowed].copy_(matches, non_blocking=True)
 
     def read(self, plan: RoundPlan) -> RoundResult:
         """The completed round as plain values. Only after its event."""
@@ -119,7 +126,10 @@ class Slot:
         signals = None
         if plan.batch.verify:
             signals = self._signals[: len(ids), : plan.spec.draft_steps].numpy().copy()
-        return RoundResult(plan=plan, chunks=tuple(chunks), rows=tuple(rows), signals=signals)
+        matches = None
+        if self._shadowed:
+            matches = self._matches[: len(ids), : self._shadowed].numpy().copy()
+        return RoundResult(plan, tuple(chunks), tuple(rows), signals, matches)
 
     def _chunk(self, index: int, chunk: PrefillChunk, drawn: RowTokens | None, bad: bool) -> RowTokens:
         return RowTokens(

@@ -23,11 +23,13 @@ class TargetSpec:
     head_dim: int
     max_position: int
     loops: int = 1  # D of a looped transformer; 1 elsewhere
+    outer_layers: int = 0  # layers outside the loops (prelude and coda), not in `num_layers`
+    state_size: int = 0  # elements a row carries from one loop to the next; 0: not looped
 
     @property
     def planes(self) -> Planes:
-        """KV slabs the model writes: one per layer and loop."""
-        return Planes(self.num_layers * self.loops, self.kv_heads, self.head_dim)
+        """KV slabs the model writes: one per layer and loop, then one per layer outside the loops."""
+        return Planes(self.num_layers * self.loops + self.outer_layers, self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,30 @@ class Target(Protocol):
 
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Head weights [D, hidden] of token ids [D], for drafters that share (part of) the head."""
+
+
+class LoopedTarget(Target, Protocol):
+    """A target whose layers run `spec.loops` times, loop l reading only what loops up to l wrote.
+
+    forward = begin, loops 0 to D, finish. What stands between two loops is a state [N, state_size] a row:
+    whoever keeps it can run on from there, for any of the rows, without computing anything again.
+    """
+
+    def begin(
+        self, tokens: torch.Tensor, inputs: ForwardInputs, kv: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """tokens [N] -> the state before loop 0; writes the K/V of layers before the loops."""
+
+    def run_loops(
+        self,
+        state: torch.Tensor,
+        inputs: ForwardInputs,
+        kv: tuple[torch.Tensor, ...],
+        first: int,
+        last: int,
+    ) -> torch.Tensor:
+        """Loops first to last - 1 over the state; writes only their K/V planes."""
+
+    def finish(self, state: torch.Tensor, inputs: ForwardInputs, kv: tuple[torch.Tensor, ...]) -> Hidden:
+        """What `logits` reads if the loops end here. The K/V of layers after the loops is written again each
+        time, so the last call for a row must be the one after loop D."""
