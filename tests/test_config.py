@@ -14,17 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xspec.config import (
-    CacheConfig,
-    Config,
-    Kind,
-    SchedulerConfig,
-    ServiceConfig,
-    Setting,
-    SpeculationConfig,
-    settings,
-)
+from xspec.config import CacheConfig, Config, SchedulerConfig, ServiceConfig, SpeculationConfig, settings
 from xspec.errors import ConfigError
+from xspec.setting import Kind, Setting
 from xspec.threads import LIBGOMP_SPIN_COUNT, cgroup_cpu_quota, settle_threads, usable_cores
 
 REPO = Path(__file__).resolve().parent.parent

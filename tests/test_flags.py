@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_config import configs
 
-from xspec.config import Config, Kind, Setting, SpeculationConfig, settings
+from xspec.config import Config, SpeculationConfig, settings
 from xspec.errors import ConfigError
+from xspec.setting import Kind, Setting
 from xspec_cli import gflags
 from xspec_cli.flags import Status, engine_flags, table
 from xspec_cli.flags_resolve import Command, Info, Launch, dump_json, resolve
@@ -319,7 +320,7 @@ def test_help_shows_types_defaults_and_only_what_works() -> None:
         ("--reasoning_parser=auto", '--reasoning_parser=auto: allowed: "" (not in this version yet)'),
         (
             "--speculative_algorithm=DFlash2",
-            "--speculative_algorithm=DFlash2: allowed: auto, MTP, DSpark",
+            "--speculative_algorithm=DFlash2: allowed: auto, MTP, DSpark, Looped",
         ),
         ("--num_speculative_tokens=17", "--num_speculative_tokens=17: allowed: integers from -1 to 16"),
         ("--npu_kernel_backend=FOO", "--npu_kernel_backend=FOO: allowed: AUTO, ATB, TORCH"),

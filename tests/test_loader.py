@@ -218,7 +218,10 @@ def test_a_window_that_no_layer_uses_is_fine(changes: dict[str, Any], tmp_path: 
         ({"rope_scaling": {"type": "linear"}}, "factor must be a positive number, found nothing"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known: llama, qwen2, qwen3"),
+        (
+            {"model_type": "mamba"},
+            "model_type 'mamba' is not supported; known: huginn_raven, llama, nanbeige, ouro, qwen2, qwen3",
+        ),
         ({"model_type": ["llama"]}, "is not supported"),
     ],
 )

@@ -340,12 +340,16 @@ def test_torch_compile_traces_the_single_ops(checkpoints: dict[str, Path], libra
     kernels = NativeKernels(native.shared_team(library, torch.get_num_threads()))
     own = Stacked(checkpoints["qwen3-bias"], kernels)
     inputs, residual = inputs_of(range(9), range(1, 10)), own.residual(9)
-    compiled = torch.compile(own.stack._forward, backend="eager", fullgraph=True)
+
+    def single_ops(residual: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        return own.stack._forward(residual, own.slabs, (1,), own.stack._prepare(inputs, own.slabs[0]))
+
+    compiled = torch.compile(single_ops, backend="eager", fullgraph=True)
     with torch.inference_mode():
-        expected, streams = own.stack._forward(residual, inputs, own.slabs, (1,))
+        expected, streams = single_ops(residual)
         stored = [slab.clone() for slab in own.slabs]
         for slab in own.slabs:
             slab.zero_()
-        found, again = compiled(residual, inputs, own.slabs, (1,))
+        found, again = compiled(residual)
     assert torch.equal(found, expected) and torch.equal(again[1], streams[1])
     assert all(torch.equal(slab, kept) for slab, kept in zip(own.slabs, stored, strict=True))

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from xspec.config import Kind
 from xspec.errors import ConfigError
 from xspec.progress import Progress
+from xspec.setting import Kind
 from xspec_cli import bench_kernels
 from xspec_cli.bench_flags import BENCH_FLAGS
 from xspec_cli.benchlib.facts import machine_facts

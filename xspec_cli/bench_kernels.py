@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xspec.config import Kind
 from xspec.errors import ConfigError
 from xspec.progress import Progress
+from xspec.setting import Kind
 from xspec_cli.bench_flags import BENCH_FLAGS
 from xspec_cli.benchlib.facts import machine_facts
 from xspec_cli.benchlib.kernel_report import ceiling_line, document, kernel_table, pass_table

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xspec.config import Config, Kind
+from xspec.config import Config
 from xspec.cost.bundle import check_output
 from xspec.errors import ConfigError
 from xspec.policy.requirements import SWITCHES, files_of
 from xspec.progress import Progress
+from xspec.setting import Kind
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
 from xspec_cli.flags_types import command
 from xspec_cli.serve import begin

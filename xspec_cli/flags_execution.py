@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xspec.config import Kind
+from xspec.setting import Kind
 from xspec_cli.flags_types import Flag, honoured, inert, refused, removed
 
 SPECULATIVE = "Speculative"
@@ -30,8 +30,21 @@ SPECULATIVE_FLAGS: tuple[Flag, ...] = (
              note="xLLM: MTP. Speculation is on out of the box for the embedded model, with the drafter that "
                   "comes along; other models speculate once they are given one"),
     honoured("num_speculative_tokens", SPECULATIVE,
-             "tokens drafted a round; 0 switches speculation off, -1 is the drafter's own width",
+             "tokens drafted a round; 0 switches speculation off, -1 is the drafter's own width (Looped: 4)",
              note="xLLM: 0. With a drafter at hand speculation changes the speed and never the text"),
+    honoured("draft_loops", SPECULATIVE,
+             "loops of a looped model that draft, with --speculative_algorithm=Looped; -1 is half of them; "
+             "xLLM has no such flag"),
+    honoured("speculation_policy", SPECULATIVE,
+             "who chooses how many tokens are drafted, and with how many loops: fixed, acceptance_ema or "
+             "goodput, from the candidates of --adaptive_spec_config; xLLM has no such flag"),
+    honoured("adaptive_spec_config", SPECULATIVE,
+             "JSON file with candidates and settings of --speculation_policy; empty takes the preset of the "
+             "model; xLLM has no such flag"),
+    honoured("adaptive_spec_cost_table", SPECULATIVE,
+             "saved costs of --speculation_policy to load instead of measuring; xLLM has no such flag"),
+    honoured("adaptive_spec_cost_table_output", SPECULATIVE,
+             "new file to save measured costs of --speculation_policy to; xLLM has no such flag"),
     honoured("target_verify_width", SPECULATIVE,
              "drafts that are verified of each request and round; -1 is all of them"),
     honoured("enable_probabilistic_draft", SPECULATIVE,

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import xspec
-from xspec.config import Config, Value, closest, show
+from xspec.config import Config
 from xspec.errors import ConfigError
+from xspec.setting import Value, closest, show
 from xspec_cli import gflags
 from xspec_cli.flags import Flag, Status, table
 from xspec_cli.flags_serving import CONFIG

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xspec.config import Kind
+from xspec.setting import Kind
 from xspec_cli.flags_types import Flag, inert, refused
 
 PARALLEL = "Parallel"

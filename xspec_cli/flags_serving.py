@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xspec.config import Kind
+from xspec.setting import Kind
 from xspec_cli.flags_types import Flag, command, honoured, inert, refused
 
 CONFIG = "Config"
@@ -78,6 +78,9 @@ MODEL_FLAGS: tuple[Flag, ...] = (
              "linear. Needs bfloat16 and the native kernels"),
     honoured("max_model_len", MODEL,
              "most tokens of prompt and answer together; 0 is what the checkpoint says"),
+    honoured("early_exit_threshold", MODEL,
+             "exit probability at which the head of a looped model with an exit gate reads; -1 is what "
+             "the checkpoint says, 1 always the last loop; xLLM has no such flag"),
     refused("backend", MODEL, Kind.STRING, "", "kind of model: llm, vlm or dit", _TEXT_ONLY, also=("llm",)),
     refused("task", MODEL, Kind.STRING, "generate", "generate, embed or mm_embed",
             f"embedding is {_NOT_YET}"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from xspec.config import show
+from xspec.setting import show
 from xspec_cli.flags import by_category, engine_flags
 from xspec_cli.flags_types import PLATFORMS, Flag, Status
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from xspec.config import MAX_DRAFT_STEPS, Kind
+from xspec.config import MAX_DRAFT_STEPS
+from xspec.setting import Kind
 from xspec_cli.flags_types import Flag, command
 
 TRAIN = "Train"
@@ -11,6 +12,7 @@ ANSWERS = "Training answers"
 TRAINING = "Training"
 MTP = "MTP drafter"
 DSPARK = "DSpark drafter"
+OURO = "Ouro"
 EVALUATION = "Evaluation"
 
 TRAIN_FLAGS: tuple[Flag, ...] = (
@@ -19,8 +21,8 @@ TRAIN_FLAGS: tuple[Flag, ...] = (
         TRAIN,
         Kind.STRING,
         "",
-        "the drafter to train",
-        choices=("", "MTP", "DSpark"),
+        "the drafter to train; Ouro: no drafter but a small looped model, from text beside the interpreter",
+        choices=("", "MTP", "DSpark", "Ouro"),
         any_case=True,
     ),
     command(
@@ -28,8 +30,8 @@ TRAIN_FLAGS: tuple[Flag, ...] = (
         TRAIN,
         Kind.STRING,
         "",
-        "folder for the drafter, for --draft_model of the other commands; the same command goes on with what "
-        "it holds",
+        "folder for the drafter (--draft_model of the other commands) or the Ouro (--model); the same "
+        "command goes on with what it holds",
     ),
     command(
         "work_dir",
@@ -46,7 +48,7 @@ TRAIN_FLAGS: tuple[Flag, ...] = (
         Kind.BOOL,
         False,
         "only make figures, of the drafter in --output, or the one that --draft_model or "
-        "--speculative_algorithm means",
+        "--speculative_algorithm means; with --algorithm=Ouro of --model, else of --output",
     ),
 )
 
@@ -70,7 +72,12 @@ PROMPT_FLAGS: tuple[Flag, ...] = (
         "text files whose lines are continued as bare text from their first tokens on",
     ),
     command(
-        "continue_tokens", PROMPTS, Kind.INT32, 48, "so many first tokens; shorter lines are left out", low=1
+        "continue_tokens",
+        PROMPTS,
+        Kind.INT32,
+        48,
+        "so many first tokens; shorter lines are left out. Of an Ouro's held-out text 256 by default",
+        low=1,
     ),
     command(
         "self_prompts",
@@ -87,7 +94,7 @@ PROMPT_FLAGS: tuple[Flag, ...] = (
         PROMPTS,
         Kind.DOUBLE,
         0.04,
-        "share of the prompts kept from training, for calibration and figures",
+        "share of the prompts, or of an Ouro's code files, kept from training, for calibration and figures",
         low=0.0,
         high=0.9,
     ),
@@ -128,18 +135,26 @@ ANSWER_FLAGS: tuple[Flag, ...] = (
 )
 
 TRAINING_FLAGS: tuple[Flag, ...] = (
-    command("steps", TRAINING, Kind.INT32, 4000, "optimiser steps", low=1),
+    command(
+        "steps",
+        TRAINING,
+        Kind.INT32,
+        4000,
+        "optimiser steps; of an Ouro 6000 by default, and free to change until its learning rate falls",
+        low=1,
+    ),
     command("sequences_per_step", TRAINING, Kind.INT32, 8, "prompts with their answers a step", low=1),
     command(
         "learning_rate",
         TRAINING,
         Kind.DOUBLE,
         2e-3,
-        "highest learning rate; it falls to 0 as a cosine",
+        "highest learning rate; it falls to 0 as a cosine (Ouro: 0.003 by default, falling to a tenth in the "
+        "last 40 % of the steps)",
         low=1e-9,
         high=1.0,
     ),
-    command("warmup_steps", TRAINING, Kind.INT32, 30, "steps until it is reached", low=0),
+    command("warmup_steps", TRAINING, Kind.INT32, 30, "steps until it is reached (Ouro: 50)", low=0),
     command(
         "draft_vocab_size",
         TRAINING,
@@ -153,7 +168,7 @@ TRAINING_FLAGS: tuple[Flag, ...] = (
         TRAINING,
         Kind.INT32,
         0,
-        "width of the drafter's MLPs; 0: 4 x hidden for MTP, the target's for DSpark",
+        "width of the MLPs; 0: 4 x hidden for MTP, the target's for DSpark, 512 for Ouro",
         low=0,
     ),
     command(
@@ -221,6 +236,38 @@ DSPARK_FLAGS: tuple[Flag, ...] = (
     ),
 )
 
+OURO_FLAGS: tuple[Flag, ...] = (
+    command(
+        "objective",
+        OURO,
+        Kind.STRING,
+        "expected_loss",
+        "expected_loss: every loop's loss, weighed by where the gate would stop; last_loop: only the last "
+        "one's, a control whose early loops draft badly",
+        choices=("expected_loss", "last_loop"),
+    ),
+    command(
+        "corpus",
+        OURO,
+        Kind.LIST,
+        (),
+        "folders with code (.py) and prose (.txt, .rst, .md); empty: the library of this Python interpreter",
+    ),
+    command("vocab_size", OURO, Kind.INT32, 1024, "tokens of its byte-pair encoding", low=257, high=65536),
+    command("hidden_size", OURO, Kind.INT32, 192, "width of its states", low=2, high=8192),
+    command("heads", OURO, Kind.INT32, 6, "attention heads", low=1, high=256),
+    command("loop_layers", OURO, Kind.INT32, 3, "layers that each loop runs", low=1, high=64),
+    command("loops", OURO, Kind.INT32, 4, "loops (total_ut_steps)", low=2, high=64),
+    command("tokens_per_step", OURO, Kind.INT32, 1024, "tokens of a step, at least one window", low=2),
+    command(
+        "windows",
+        OURO,
+        Kind.LIST,
+        ("256:0.8", "1024:0.13", "2560:0.07"),
+        "tokens:share of the steps, ascending; the last is the greatest position it can be served with",
+    ),
+)
+
 EVALUATION_FLAGS: tuple[Flag, ...] = (
     command(
         "eval_prompts",
@@ -237,7 +284,9 @@ EVALUATION_FLAGS: tuple[Flag, ...] = (
         "text files to make figures on, continued like --continue_text",
     ),
     command("eval_limit", EVALUATION, Kind.INT32, 64, "prompts of each file, evenly spread over it", low=1),
-    command("eval_tokens", EVALUATION, Kind.INT32, 200, "longest answer in tokens", low=1),
+    command(
+        "eval_tokens", EVALUATION, Kind.INT32, 200, "longest answer in tokens (Ouro: all have 256)", low=1
+    ),
 )
 
 FLAGS: tuple[Flag, ...] = (
@@ -247,5 +296,6 @@ FLAGS: tuple[Flag, ...] = (
     *TRAINING_FLAGS,
     *MTP_FLAGS,
     *DSPARK_FLAGS,
+    *OURO_FLAGS,
     *EVALUATION_FLAGS,
 )

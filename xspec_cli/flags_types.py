@@ -6,7 +6,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from xspec.config import Kind, Setting, Value, settings, show
+from xspec.config import settings
+from xspec.setting import Kind, Setting, Value, show
 
 PLATFORMS = ("cpu",)
 """Platforms the table has a column for."""

@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from xspec.config import Kind
 from xspec.errors import ConfigError
+from xspec.setting import Kind
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
 from xspec_cli.flags_types import Flag, command
 from xspec_cli.serve import begin

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from xspec.config import INTEGER_RANGES, Kind, Setting, Value, closest
+from xspec.setting import INTEGER_RANGES, Kind, Setting, Value, closest
 
 BUILT_IN: Mapping[str, Setting] = {
     **{name: Setting(Kind.BOOL, False) for name in ("help", "h", "helpfull", "version")},

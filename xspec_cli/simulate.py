@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xspec.config import Kind
 from xspec.core.shapes import BucketGrid, TargetTiers
 from xspec.cost.bundle import Bundle, read_saved_costs
 from xspec.errors import ConfigError
 from xspec.policy.geometry import PolicyGeometry
 from xspec.policy.settings import DraftStepSettings, parse_draft_step_config
 from xspec.sched.scheduler import Limits
+from xspec.setting import Kind
 from xspec.sim.compare import (
     Contender,
     adaptive_contender,

@@ -93,6 +93,9 @@ def speculation_of(
     """What must be captured for the policy `adaptation` asks for and the fixed ones it is compared to."""
     if choice is None or choice.verify == 0:
         return Speculation()
+    if choice.loops:
+        pairs = tuple((choice.steps, depth) for depth in choice.loops)
+        return Speculation(steps=(choice.steps,), widths=(choice.steps,), pairs=pairs)
     if adaptation is None:
         return Speculation(steps=(choice.steps,), widths=(choice.verify,))
     if adaptation.control is Control.TARGET_VERIFY:

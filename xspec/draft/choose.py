@@ -1,4 +1,4 @@
-"""Which drafter a configuration means, before anything is loaded: shipped, given, or the target's own.
+"""Which drafter a configuration means, before anything is loaded: shipped, given, or the target itself.
 
 Reads config files only. What a checkpoint holds is the loaders' business.
 """
@@ -12,6 +12,9 @@ from pathlib import Path
 from xspec.config import SpeculationConfig
 from xspec.draft.checkpoint import check_directory
 from xspec.errors import ConfigError
+from xspec.models.locate import is_gguf
+from xspec.models.looped import LoopedConfig
+from xspec.models.registry import LOOPED, read_config
 from xspec.models.safetensors_loader import read_json
 
 SHIPPED = {"MTP": "smollm2_135m_mtp", "DSpark": "smollm2_135m_dspark"}
@@ -20,12 +23,17 @@ SHIPPED = {"MTP": "smollm2_135m_mtp", "DSpark": "smollm2_135m_dspark"}
 SHIPPED_DEFAULT = "MTP"
 """The faster of them at one request."""
 
+LOOPED_STEPS = 4
+"""K of a looped target that is given none: it drafts as many tokens as it is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """`path` None: MTP layers inside the target's checkpoint. `verify`: drafts verified a request.
+    """`path` None: MTP layers inside the target's checkpoint, or its own first loops. `verify`: drafts
+    verified a request.
 
-    `shipped`: it came with the package, for the embedded model.
+    `shipped`: it came with the package, for the embedded model. `loops`: what a looped target may draft with,
+    ascending, of which the last is used without a policy that chooses.
     """
 
     algorithm: str
@@ -33,13 +41,23 @@ class DraftChoice:
     steps: int
     verify: int
     shipped: bool = False
+    loops: tuple[int, ...] = ()
 
 
-def choose_drafter(config: SpeculationConfig, *, embedded: bool) -> DraftChoice | None:
-    """None: plain decoding. `embedded`: the target is the model that comes as a package."""
+def choose_drafter(
+    config: SpeculationConfig, *, embedded: bool, model: Path | None = None
+) -> DraftChoice | None:
+    """None: plain decoding. `embedded`: the target came as a package; `model`: the target's files."""
     if config.num_speculative_tokens == 0:
         return None
     algorithm, path = config.speculative_algorithm, _given(config)
+    if algorithm == "Looped":
+        return _choose_looped(config, path, 1 if model is None else loops_of(model))
+    if config.draft_loops != -1:
+        raise ConfigError(
+            f"--draft_loops={config.draft_loops}: only --speculative_algorithm=Looped drafts with loops, "
+            f"found {algorithm}; allowed: -1"
+        )
     shipped = path is None and embedded
     if path is not None:
         algorithm = _algorithm_of(path) if algorithm == "auto" else algorithm
@@ -63,6 +81,35 @@ def choose_drafter(config: SpeculationConfig, *, embedded: bool) -> DraftChoice 
             f"--target_verify_width={verify}: {steps} tokens are drafted; allowed: -1 (all) or 0 to {steps}"
         )
     return DraftChoice(algorithm, path, steps, steps if verify < 0 else verify, shipped)
+
+
+def loops_of(model: Path) -> int:
+    """How often the model at `model` (models/locate.py) runs its layers: D, 1 where they are not looped."""
+    if is_gguf(model):
+        return 1
+    config = read_config(read_json(model / "config.json"), str(model))
+    return config.loops if isinstance(config, LoopedConfig) else 1
+
+
+def _choose_looped(config: SpeculationConfig, path: Path | None, loops: int) -> DraftChoice:
+    depth, steps, verify = config.draft_loops, config.num_speculative_tokens, config.target_verify_width
+    if loops < 2:
+        raise ConfigError(
+            "--speculative_algorithm=Looped drafts with the first loops of a looped model "
+            f"({', '.join(sorted(LOOPED))}); this one runs its layers once"
+        )
+    if path is not None:
+        raise ConfigError(f"--draft_model={path}: a looped model drafts for itself; allowed: empty")
+    if verify != -1:
+        raise ConfigError(f"--target_verify_width={verify}: with Looped all drafts are verified; allowed: -1")
+    depth = loops // 2 if depth < 0 else depth
+    if not 1 <= depth < loops:
+        raise ConfigError(
+            f"--draft_loops={depth}: this model has {loops} loops; "
+            f"allowed: -1 or integers from 1 to {loops - 1}"
+        )
+    steps = LOOPED_STEPS if steps < 0 else steps
+    return DraftChoice("Looped", None, steps, steps, loops=(depth,))
 
 
 def shipped_drafter(algorithm: str) -> Path:

@@ -61,6 +61,11 @@ class LoopedDrafter:
                 "--speculative_algorithm=Looped needs a looped target; "
                 f"model_type {target.spec.model_type!r} runs its layers once"
             )
+        if target.spec.exit_threshold < 1.0:
+            raise ConfigError(
+                f"--early_exit_threshold={target.spec.exit_threshold:g} (the model's own where the flag is not "
+                "given) with --speculative_algorithm=Looped, whose states are those of full depth; allowed: 1"
+            )
         if not 1 <= steps <= MAX_STEPS:
             raise ConfigError(
                 f"--num_speculative_tokens={steps}: allowed with Looped: integers from 1 to {MAX_STEPS}"

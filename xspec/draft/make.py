@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from xspec.draft.base import Drafter
 from xspec.draft.dspark import DSparkDrafter
+from xspec.draft.looped import LoopedDrafter
 from xspec.draft.mtp import MtpDrafter
 from xspec.errors import ConfigError
 from xspec.kernels.base import Kernels
 from xspec.models.base import Target
 
-ALGORITHMS = ("MTP", "DSpark")
+ALGORITHMS = ("MTP", "DSpark", "Looped")
 
 
 def load_drafter(
@@ -27,14 +29,17 @@ def load_drafter(
     device: torch.device,
     steps: int,
     quantization: str = "none",
+    loops: Sequence[int] = (),
 ) -> Drafter:
     """--speculative_algorithm (any case) over --draft_model `path`, up to --num_speculative_tokens `steps`.
 
     `path` None: what the target's own files at `model` bring. `quantization`: of its linears, see
-    models.quantised. The drafter still has to be attached.
+    models.quantised. `loops`: what a looped target may draft with. The drafter still has to be attached.
     ConfigError names the flag or the checkpoint's key that does not fit.
     """
     match algorithm.lower():
+        case "looped":
+            return LoopedDrafter.load(target, steps=steps, depths=loops)
         case "mtp":
             return MtpDrafter.load(
                 path,

@@ -73,11 +73,12 @@ def choose(config: Config) -> Choices:
     """Refuses what cannot be honoured: ConfigError or UnsupportedError naming the flags."""
     platform = select_platform(config.execution.device, config.execution.cpu_kernels)
     check_abilities(config, platform)
-    drafter = choose_drafter(config.speculation, embedded=not config.model.model)
+    model = locate_model(config.model.model or None)
+    drafter = choose_drafter(config.speculation, embedded=not config.model.model, model=model)
     adaptation = choose_adaptation(config, platform, drafter)
     if config.execution.round_trace:
         check_trace_file(config.execution.round_trace)
-    return Choices(config, platform, locate_model(config.model.model or None), drafter, adaptation)
+    return Choices(config, platform, model, drafter, adaptation)
 
 
 async def build_parts(choices: Choices, *, progress: Progress = silent) -> Built:

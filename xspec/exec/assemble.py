@@ -129,12 +129,14 @@ def assemble(
     """Load target and drafter, allocate, warm up. ConfigError names the flag that cannot be honoured."""
     dtype = check_abilities(config, platform)
     kernels, device = platform.kernels(), platform.device()
+    threshold = config.model.early_exit_threshold
     target = load_target(
         path,
         kernels,
         dtype=dtype,
         device=device,
         quantization=config.model.quantization,
+        early_exit_threshold=None if threshold < 0 else threshold,
         progress=partial(progress, "loading"),
     )
     spec = target.spec
@@ -229,6 +231,7 @@ def make_drafter(
         device=platform.device(),
         steps=choice.steps,
         quantization=draft_quantization(config, platform, choice, dtype),
+        loops=choice.loops,
     )
 
 

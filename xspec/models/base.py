@@ -24,6 +24,7 @@ class TargetSpec:
     max_position: int
     loops: int = 1  # D of a looped transformer; 1 elsewhere
     outer_layers: int = 0  # layers outside the loops (prelude and coda), not in `num_layers`
+    exit_threshold: float = 1.0  # below 1 a row's head may read after an earlier loop
     state_size: int = 0  # elements a row carries from one loop to the next; 0: not looped
 
     @property

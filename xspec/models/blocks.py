@@ -5,6 +5,7 @@ Families differ only in their DecoderConfig. Weights arrive one at a time and ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from xspec.nn.linear import BlockSource, Fill, LinearPart, fused_linear
 from xspec.nn.mlp import SwiGLU
 from xspec.nn.norm import RMSNorm
 from xspec.nn.rope import Rope, RopeScaling, inverse_frequencies
-from xspec.nn.stack import Layer, LayerStack
+from xspec.nn.stack import DecoderLayer, Layer, LayerStack
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -66,10 +67,14 @@ class Decoder:
         return self._embedding(tokens)
 
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        # The head exists only in packed form: its products with unit vectors are its columns, exactly.
-        size = self.spec.hidden_size
-        unit = torch.eye(size, dtype=self._dtype, device=ids.device)
-        return torch.cat([self._head(part)[:, ids] for part in unit.split(64)]).T.contiguous()
+        return rows_of_head(self._head, ids, self.spec.hidden_size, self._dtype)
+
+
+def rows_of_head(head: PackedLinear, ids: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Weights [D, size] of token ids [D]."""
+    # The head exists only in packed form: its products with unit vectors are its columns, exactly.
+    unit = torch.eye(size, dtype=dtype, device=ids.device)
+    return torch.cat([head(part)[:, ids] for part in unit.split(64)]).T.contiguous()
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -108,39 +113,15 @@ def optional_tensors(config: DecoderConfig) -> frozenset[str]:
     return frozenset({HEAD}) if config.tied_head else frozenset()
 
 
-def build_decoder(
-    config: DecoderConfig,
-    fill: Fill,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    blocks: BlockSource | None = None,
-) -> Decoder:
-    """Read, fuse and pack layer by layer. Besides the packed model only the matrix at hand is alive.
-
-    `blocks`: linears it has are kept quantised, the head included; the embedding is always a dense table.
-    """
-    build = LayerBuilder(config, fill, kernels, dtype, device, blocks)
-    shape = AttentionShape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5, dtype)
-    table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-    fill(EMBEDDING, table)
-    layers = tuple(build.layer(layer_prefix(index), shape) for index in range(config.num_layers))
-    norm = build.norm(FINAL_NORM, config.hidden_size)
-    tied = blocks(EMBEDDING) if config.tied_head and blocks is not None else None
-    if tied is not None:
-        head = kernels.pack_blocks(tied)
-    elif config.tied_head:
-        head = kernels.pack_linear(table)
-    else:
-        part = LinearPart(HEAD.removesuffix(".weight"), config.vocab_size, False)
-        head = build.linear((part,), config.hidden_size)
-    factors = None
-    if config.rope.scaling is RopeScaling.FACTORS:
-        factors = torch.empty(config.head_dim // 2)
-        fill(ROPE_FACTORS, factors)
-    rope = Rope(inverse_frequencies(config.rope, config.head_dim, factors), dtype, device)
-    stack = LayerStack(kernels, shape, layers, norm, rope)
-    return Decoder(config, Embedding(table), stack, head, dtype)
+def build_decoder(build: LayerBuilder) -> Decoder:
+    """Read, fuse and pack layer by layer. Besides the packed model only the matrix at hand is alive."""
+    config = build.config
+    table = build.table(EMBEDDING)
+    stack = build.stack(
+        [build.layer(layer_prefix(index), build.shape) for index in range(config.num_layers)],
+        build.norm(FINAL_NORM, config.hidden_size),
+    )
+    return Decoder(config, Embedding(table), stack, build.head(EMBEDDING, table, HEAD), build.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +134,37 @@ class LayerBuilder:
     dtype: torch.dtype
     device: torch.device
     blocks: BlockSource | None = None  # linears it has are kept quantised
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Of every layer of a target."""
+        size = self.config.head_dim
+        return AttentionShape(self.config.heads, self.config.kv_heads, size, size**-0.5, self.dtype)
+
+    def table(self, name: str) -> torch.Tensor:
+        """The token embedding [vocab, hidden], always dense."""
+        out = torch.empty(
+            self.config.vocab_size, self.config.hidden_size, dtype=self.dtype, device=self.device
+        )
+        self.fill(name, out)
+        return out
+
+    def head(self, embedding: str, table: torch.Tensor, own: str) -> PackedLinear:
+        """The head over all tokens: the embedding's `table` where it is tied, else the tensor `own`."""
+        if not self.config.tied_head:
+            part = LinearPart(own.removesuffix(".weight"), self.config.vocab_size, False)
+            return self.linear((part,), self.config.hidden_size)
+        quantised = None if self.blocks is None else self.blocks(embedding)
+        return self.kernels.pack_linear(table) if quantised is None else self.kernels.pack_blocks(quantised)
+
+    def stack(self, layers: Sequence[DecoderLayer], norm: RMSNorm) -> LayerStack:
+        """Of a target's layers, with the rotation its config says."""
+        factors = None
+        if self.config.rope.scaling is RopeScaling.FACTORS:
+            factors = torch.empty(self.config.head_dim // 2)
+            self.fill(ROPE_FACTORS, factors)
+        frequencies = inverse_frequencies(self.config.rope, self.config.head_dim, factors)
+        return LayerStack(self.kernels, self.shape, layers, norm, Rope(frequencies, self.dtype, self.device))
 
     def layer(self, prefix: str, shape: AttentionShape) -> Layer:
         """The layer whose tensors start with `prefix`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from xspec.errors import CheckpointError, UnsupportedError
 from xspec.nn.rope import RopeConfig, RopeScaling
@@ -37,6 +37,9 @@ class DecoderConfig:
     mlp_bias: bool = False
     head_norm: bool = False  # qk-norm
     mtp_layers: int = 0  # MTP drafter layers that lie after the model's own in the same checkpoint
+
+
+ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
 
 
 class ConfigReader:
@@ -138,6 +141,21 @@ def read_decoder(
     **switches: Callable[[ConfigReader], bool],
 ) -> DecoderConfig:
     """The keys all families share. `switches` name bool fields of DecoderConfig and say how to read them."""
+    return read_decoder_as(DecoderConfig, raw, head_dim=head_dim, check=None, **switches)
+
+
+def read_decoder_as(
+    kind: type[ConfigT],
+    raw: Mapping[str, Any],
+    *,
+    head_dim: Callable[[ConfigReader, int, int], int] | None = None,
+    check: Callable[[ConfigReader], None] | None = None,
+    **fields: Callable[[ConfigReader], Any],
+) -> ConfigT:
+    """As `read_decoder`, for a config with more fields: `fields` say how to read them.
+
+    `check` may add complaints of its own.
+    """
     config = ConfigReader(raw)
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", heads)
@@ -146,8 +164,10 @@ def read_decoder(
     dim = (head_dim or derived_head_dim)(config, hidden, heads)
     if dim % 2:
         config.wrong(f"head_dim must be even for rotary positions, found {dim}")
-    _refuse_unimplemented(config)
-    decoder = DecoderConfig(
+    refuse_unimplemented(config)
+    if check is not None:
+        check(config)
+    decoder = kind(
         model_type=config.model_type,
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
@@ -161,7 +181,7 @@ def read_decoder(
         rope=config.rope(),
         tied_head=config.flag("tie_word_embeddings"),
         mtp_layers=config.size(MTP_LAYERS) if raw.get(MTP_LAYERS) not in (None, 0) else 0,
-        **{name: read(config) for name, read in switches.items()},
+        **{name: read(config) for name, read in fields.items()},
     )
     config.finish()
     return decoder
@@ -183,7 +203,8 @@ def explicit_head_dim(config: ConfigReader, hidden: int, heads: int) -> int:
     return config.size("head_dim")
 
 
-def _refuse_unimplemented(config: ConfigReader) -> None:
+def refuse_unimplemented(config: ConfigReader) -> None:
+    """What no family implements, by the keys they share."""
     raw = config.raw
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         config.refuse(f"hidden_act={raw['hidden_act']!r} (only silu)")

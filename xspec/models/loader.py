@@ -16,13 +16,21 @@ import torch
 from xspec.errors import CheckpointError
 from xspec.kernels.base import Kernels
 from xspec.kernels.quantised import Blocks
-from xspec.models.blocks import ROPE_FACTORS, Decoder, build_decoder, optional_tensors, tensor_shapes
-from xspec.models.checkpoint import Checkpoint, check_tensors
+from xspec.models.base import Target
+from xspec.models.blocks import (
+    ROPE_FACTORS,
+    LayerBuilder,
+    build_decoder,
+    optional_tensors,
+    tensor_shapes,
+)
+from xspec.models.checkpoint import Checkpoint, Shapes, check_tensors
 from xspec.models.config import DecoderConfig
 from xspec.models.gguf_loader import GgufCheckpoint
 from xspec.models.locate import is_gguf
+from xspec.models.looped import LoopedConfig, LoopedDecoder, check_planes, with_exit_threshold
 from xspec.models.quantised import block_source
-from xspec.models.registry import read_config
+from xspec.models.registry import LOOPED, read_config
 from xspec.models.safetensors_loader import SafetensorsCheckpoint
 from xspec.nn.rope import RopeScaling
 
@@ -44,6 +52,8 @@ def decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
             f"{checkpoint.name}: its config says {config.num_layers} layers, "
             f"it holds {len(checkpoint.shapes)} tensors"
         )
+    if isinstance(config, LoopedConfig):
+        check_planes(config, checkpoint.shapes, checkpoint.name)
     if ROPE_FACTORS in checkpoint.shapes:  # only GGUF stores scaled frequencies as a tensor
         rope = dataclasses.replace(config.rope, scaling=RopeScaling.FACTORS)
         config = dataclasses.replace(config, rope=rope)
@@ -64,14 +74,18 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str = "none",
+    early_exit_threshold: float | None = None,
     progress: Progress | None = None,
-) -> Decoder:
-    """The checkpoint at `path`, its linears kept as --quantization says (see models.quantised)."""
+) -> Target:
+    """The checkpoint at `path`, its linears kept as --quantization says (see models.quantised).
+
+    A LoopedTarget if its spec has a state_size. `early_exit_threshold`: in place of its config's.
+    """
     checkpoint = open_checkpoint(path)
     try:
-        config = decoder_config(checkpoint)
-        expected = tensor_shapes(config)
-        check_tensors(checkpoint, expected, optional_tensors(config) | mtp_tensors(config, checkpoint.shapes))
+        config = with_exit_threshold(decoder_config(checkpoint), early_exit_threshold, checkpoint.name)
+        expected, optional = _tensors(config)
+        check_tensors(checkpoint, expected, optional | mtp_tensors(config, checkpoint.shapes))
         source = block_source(checkpoint, quantization, "quantization")
         left = {name: math.prod(shape) for name, shape in expected.items()}
         total = sum(left.values())
@@ -91,6 +105,17 @@ def load_target(
                 read(name)
             return found
 
-        return build_decoder(config, fill, kernels, dtype, device, None if source is None else blocks)
+        build = LayerBuilder(config, fill, kernels, dtype, device, None if source is None else blocks)
+        if isinstance(config, LoopedConfig):
+            return LoopedDecoder(config, LOOPED[config.model_type].build(config, build), dtype)
+        return build_decoder(build)
     finally:
         checkpoint.close()
+
+
+def _tensors(config: DecoderConfig) -> tuple[Shapes, frozenset[str]]:
+    """Tensors that must be there, and those that may be."""
+    if isinstance(config, LoopedConfig):
+        family = LOOPED[config.model_type]
+        return family.tensor_shapes(config), family.optional_tensors(config)
+    return tensor_shapes(config), optional_tensors(config)

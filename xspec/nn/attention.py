@@ -31,12 +31,12 @@ class GroupedAttention:
     def __call__(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         cos_sin: CosSin,
         paged: PagedAttention,
         slab: torch.Tensor,
     ) -> torch.Tensor:
-        """x, residual [N, hidden] -> residual + attention(x); the rows' keys and values enter `slab`."""
+        """x, residual [N, hidden] -> attention(x), plus residual if any; the rows' K/V enter `slab`."""
         qkv = self._project(x, cos_sin)
         paged.store(slab, qkv[:, self._shape.heads :])
         return self.output(paged.attend(qkv[:, : self._shape.heads], slab), residual)

@@ -1,4 +1,4 @@
-"""Token embedding: a plain row lookup."""
+"""Token embedding: a row lookup, scaled where the family scales it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 class Embedding:
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight  # [vocab, hidden]
+    def __init__(self, weight: torch.Tensor, scale: float = 1.0) -> None:
+        self._weight, self._scale = weight, scale  # [vocab, hidden]
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """[N] int64 -> a new [N, hidden]; an id past the vocabulary raises."""
-        return self._weight.index_select(0, tokens)
+        rows = self._weight.index_select(0, tokens)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)

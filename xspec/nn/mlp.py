@@ -13,6 +13,6 @@ class SwiGLU:
     def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
         self.gate_up, self.down = gate_up, down
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x, residual [N, hidden] -> residual + down(silu(gate(x)) * up(x))."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """x, residual [N, hidden] -> down(silu(gate(x)) * up(x)), plus residual if any."""
         return self.down(self.gate_up(x), residual)

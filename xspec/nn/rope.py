@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -59,6 +60,11 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 """Of N rows: cosines and sines, [N, 1, D] each, the sines of the first half negated."""
 
 
+class Rotation(Protocol):
+    def __call__(self, positions: torch.Tensor) -> CosSin:
+        """positions [N] int64 -> their cosines and sines."""
+
+
 class Rope:
     """Cosines and sines of a forward pass's positions, computed once and handed to all layers.
 
@@ -77,3 +83,17 @@ class Rope:
     def __call__(self, positions: torch.Tensor) -> CosSin:
         angles = positions.float().view(-1, 1, 1) * self._frequencies
         return angles.cos().to(self._dtype), angles.sin().mul_(self._signs).to(self._dtype)
+
+
+class TableRope:
+    """Cosines and sines [positions, D / 2] as a checkpoint stores them: fp32 whatever the model's dtype."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> None:
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        self._cos = torch.cat((cos, cos), -1).to(kind).unsqueeze(1)  # [positions, 1, D]
+        self._sin = torch.cat((-sin, sin), -1).to(kind).unsqueeze(1)
+
+    def __call__(self, positions: torch.Tensor) -> CosSin:
+        # A draft may stand past the last position; nobody reads what comes of it.
+        inside = positions.clamp(max=self._cos.shape[0] - 1)
+        return self._cos.index_select(0, inside), self._sin.index_select(0, inside)

@@ -7,23 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from xspec.kernels.base import AttentionShape, Kernels, LayerWeights
+from xspec.kernels.base import AttentionShape, Kernels, LayerWeights, PagedAttention
 from xspec.nn.attention import GroupedAttention
 from xspec.nn.inputs import ForwardInputs
 from xspec.nn.mlp import SwiGLU
 from xspec.nn.norm import RMSNorm
-from xspec.nn.rope import Rope
+from xspec.nn.rope import CosSin, Rope, Rotation
+
+
+class DecoderLayer(Protocol):
+    def __call__(
+        self, residual: torch.Tensor, cos_sin: CosSin, paged: PagedAttention, slab: torch.Tensor
+    ) -> torch.Tensor:
+        """residual [N, hidden], not modified -> the stream behind the layer; writes the rows' K/V."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """Pre-norm, as llama has it: the only kind that devices fuse."""
+
     input_norm: RMSNorm
     attention: GroupedAttention
     mlp_norm: RMSNorm
     mlp: SwiGLU
+
+    def __call__(
+        self, residual: torch.Tensor, cos_sin: CosSin, paged: PagedAttention, slab: torch.Tensor
+    ) -> torch.Tensor:
+        residual = self.attention(self.input_norm(residual), residual, cos_sin, paged, slab)
+        return self.mlp(self.mlp_norm(residual), residual)
 
     def weights(self) -> LayerWeights:
         attention, mlp = self.attention, self.mlp
@@ -39,6 +55,49 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class SandwichLayer:
+    """What a sublayer adds is normalised before and after it; the residual stream is not."""
+
+    inner: Layer
+    attention_out_norm: RMSNorm
+    mlp_out_norm: RMSNorm
+
+    def __call__(
+        self, residual: torch.Tensor, cos_sin: CosSin, paged: PagedAttention, slab: torch.Tensor
+    ) -> torch.Tensor:
+        inner = self.inner
+        added = inner.attention(inner.input_norm(residual), None, cos_sin, paged, slab)
+        residual = residual + self.attention_out_norm(added)
+        added = inner.mlp(inner.mlp_norm(residual), None)
+        return residual + self.mlp_out_norm(added)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedSumLayer:
+    """The residual stream itself is normalised, after each sublayer was added to it."""
+
+    inner: Layer
+    attention_sum_norm: RMSNorm
+    mlp_sum_norm: RMSNorm
+
+    def __call__(
+        self, residual: torch.Tensor, cos_sin: CosSin, paged: PagedAttention, slab: torch.Tensor
+    ) -> torch.Tensor:
+        inner = self.inner
+        residual = inner.attention(inner.input_norm(residual), residual, cos_sin, paged, slab)
+        residual = self.attention_sum_norm(residual)
+        return self.mlp_sum_norm(inner.mlp(inner.mlp_norm(residual), residual))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What every layer shares in passes over the same rows, op by op."""
+
+    paged: PagedAttention
+    cos_sin: CosSin
+
+
+@dataclass(frozen=True, slots=True)
 class Streams:
     """What a pass through the layers yields. `taps` in the order they were asked for."""
 
@@ -48,17 +107,31 @@ class Streams:
 
 
 class LayerStack:
+    """`norm` None: the stream behind the last layer is what the stack yields."""
+
     def __init__(
-        self, kernels: Kernels, shape: AttentionShape, layers: Sequence[Layer], norm: RMSNorm, rope: Rope
+        self,
+        kernels: Kernels,
+        shape: AttentionShape,
+        layers: Sequence[DecoderLayer],
+        norm: RMSNorm | None,
+        rope: Rotation,
     ) -> None:
         self._kernels, self._shape = kernels, shape
         self._layers, self._norm, self._rope = tuple(layers), norm, rope
-        self._fused = kernels.fuse(
-            [layer.weights() for layer in self._layers], shape, rope.frequencies, norm.weights
-        )
+        plain = [layer.weights() for layer in self._layers if isinstance(layer, Layer)]
+        self._fused = None
+        if len(plain) == len(self._layers) and norm is not None and isinstance(rope, Rope):
+            self._fused = kernels.fuse(plain, shape, rope.frequencies, norm.weights)
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def prepare(self, inputs: ForwardInputs, slab: torch.Tensor) -> Prepared | None:
+        """Once for all runs over these rows; `slab` is any plane. None: a run is one call of the device."""
+        if self._fused is not None and self._fused.takes(slab) and not torch.compiler.is_compiling():
+            return None
+        return self._prepare(inputs, slab)
 
     def __call__(
         self,
@@ -71,10 +144,23 @@ class LayerStack:
 
         Tap i is the residual stream after i layers (0: what was given).
         """
-        if self._fused is not None and self._fused.takes(slabs[0]) and not torch.compiler.is_compiling():
+        return self.run(residual, inputs, slabs, self.prepare(inputs, slabs[0]), taps)
+
+    def run(
+        self,
+        residual: torch.Tensor,
+        inputs: ForwardInputs,
+        slabs: Sequence[torch.Tensor],
+        prepared: Prepared | None,
+        taps: Sequence[int] = (),
+    ) -> Streams:
+        """As `__call__`, with what `prepare` returned for these inputs."""
+        if prepared is not None:
+            last, streams = self._forward(residual, slabs, taps, prepared)
+        elif self._fused is not None:
             last, streams = self._fused.forward(residual, inputs, slabs, taps)
         else:
-            last, streams = self._forward(residual, inputs, slabs, taps)
+            raise ValueError("layers that no device fuses need what `prepare` returns")
         streams[0] = residual
         return Streams(last, streams[len(self._layers)], tuple(streams[tap] for tap in taps))
 
@@ -86,21 +172,24 @@ class LayerStack:
             self._fused.publish(residual, positions, slab, slots)
         else:
             layer = self._layers[0]
+            if not isinstance(layer, Layer):
+                raise TypeError(f"a {type(layer).__name__} cannot publish keys and values alone")
             layer.attention.publish(layer.input_norm(residual), self._rope(positions), slab, slots)
+
+    def _prepare(self, inputs: ForwardInputs, slab: torch.Tensor) -> Prepared:
+        paged = self._kernels.paged_attention(inputs, self._shape, slab)
+        return Prepared(paged, self._rope(inputs.positions))
 
     def _forward(
         self,
         residual: torch.Tensor,
-        inputs: ForwardInputs,
         slabs: Sequence[torch.Tensor],
         taps: Sequence[int],
+        prepared: Prepared,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        paged = self._kernels.paged_attention(inputs, self._shape, slabs[0])
-        cos_sin = self._rope(inputs.positions)
         streams = {}
         for index, (layer, slab) in enumerate(zip(self._layers, slabs, strict=True), start=1):
-            residual = layer.attention(layer.input_norm(residual), residual, cos_sin, paged, slab)
-            residual = layer.mlp(layer.mlp_norm(residual), residual)
+            residual = layer(residual, prepared.cos_sin, prepared.paged, slab)
             if index in taps or index == len(self._layers):
                 streams[index] = residual
-        return self._norm(residual), streams
+        return residual if self._norm is None else self._norm(residual), streams

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.policy.switching import Held, Moment
 
-PROBE_SHARE = 0.01
-"""Predicted time that probes may cost."""
+PLAIN_PROBE_SHARE, DRAFTING_PROBE_SHARE = 0.01, 0.005
+"""Predicted time that probes may cost in plain rounds, which show nothing, and where drafts are seen anyway."""
 
 RECENT_MS = 2_000.0
 RECENT_ROUNDS = 64
@@ -117,7 +117,8 @@ class Ledger(Generic[LoadT]):
     def _settle(self, plan: SpeculationPlan, planned: Planned[LoadT]) -> None:
         if plan.predicted_ms is not None:
             self.elapsed_ms += plan.predicted_ms
-            earned = self.allowance_ms + PROBE_SHARE * plan.predicted_ms
+            share = DRAFTING_PROBE_SHARE if plan.draft_steps else PLAIN_PROBE_SHARE
+            earned = self.allowance_ms + share * plan.predicted_ms
             # What is lent to a probe is taken in full; what is saved up pays one probe of the dearest kind.
             self.allowance_ms = min(earned, max(planned.probe_cap_ms, 0.0)) - planned.probe_ms
         if planned.load is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xspec.config import Config, SpeculationConfig, show
+from xspec.config import Config, SpeculationConfig
 from xspec.cost.schema import Control
+from xspec.setting import show
 
 SWITCHES = {
     Control.DRAFT_STEP: "enable_adaptive_draft_step",

@@ -23,6 +23,7 @@ from xspec.draft.dspark import DSparkDrafter
 from xspec.errors import ConfigError
 from xspec.exec.assemble import MakeDrafter, Speculation, check_abilities, make_drafter
 from xspec.models.base import Target
+from xspec.models.locate import locate_model
 from xspec.platform.base import Platform
 from xspec.platform.select import select_platform
 from xspec.policy.base import PolicyView
@@ -106,7 +107,8 @@ def _conditional(accepted: np.ndarray, verified: np.ndarray, place: int) -> floa
 
 def choose_evaluated(config: Config) -> DraftChoice:
     """The drafter that `config` means; ConfigError if it means none."""
-    choice = choose_drafter(config.speculation, embedded=not config.model.model)
+    model = locate_model(config.model.model or None)
+    choice = choose_drafter(config.speculation, embedded=not config.model.model, model=model)
     if choice is None:
         raise ConfigError("there is no drafter to evaluate: give --draft_model=DIR")
     if not choice.verify:

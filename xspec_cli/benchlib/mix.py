@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xspec.config import Kind
 from xspec.errors import ConfigError
+from xspec.setting import Kind
 from xspec_cli.benchlib.plan import Run
 from xspec_cli.benchlib.prompts import Prompt, load_prompts
 from xspec_cli.gflags import parse_value

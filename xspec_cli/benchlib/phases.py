@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from xspec.config import Kind
 from xspec.errors import ConfigError
+from xspec.setting import Kind
 from xspec_cli.benchlib.load import Clock, Phase, Target, ask_once
 from xspec_cli.benchlib.prompts import Prompt
 from xspec_cli.benchlib.rounds import RoundFigures
