@@ -11,7 +11,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 SOURCES = REPO / "xspec" / "kernels" / "csrc"
-MAIN = Path(__file__).resolve().parent / "native" / "stack_main.cpp"
+NATIVE = Path(__file__).resolve().parent / "native"
+MAIN, DRAWS = NATIVE / "stack_main.cpp", NATIVE / "draw_main.cpp"
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ class Sanitized:
             self._objects = list(pool.map(self._compile, sorted(SOURCES.glob("*.cpp"))))
 
     def link(self, driver: Path) -> Path:
-        program = self._folder / f"{driver.parent.name}_program"
+        program = self._folder / f"{driver.parent.name}_{driver.stem}"
         done = self._run(self._compile(driver), *self._objects, "-o", str(program))
         assert done.returncode == 0, done.stderr
         return program
@@ -67,9 +68,13 @@ def run(program: Path, seed: int, rounds: int) -> subprocess.CompletedProcess[st
     return subprocess.run([str(program), str(seed), str(rounds)], capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [("address", 60), ("thread", 15)])
-def test_random_stacks(kind: str, rounds: int, request: pytest.FixtureRequest) -> None:
-    program = request.getfixturevalue(kind).link(MAIN)
+@pytest.mark.parametrize(
+    ("driver", "kind", "rounds"),
+    [(MAIN, "address", 60), (MAIN, "thread", 15), (DRAWS, "address", 150), (DRAWS, "thread", 60)],
+    ids=lambda value: value.stem if isinstance(value, Path) else str(value),
+)
+def test_random_passes(driver: Path, kind: str, rounds: int, request: pytest.FixtureRequest) -> None:
+    program = request.getfixturevalue(kind).link(driver)
     for seed in range(3):
         done = run(program, seed, rounds)
         assert done.returncode == 0 and done.stdout == "ok\n", f"{done.stdout}\n{done.stderr}"

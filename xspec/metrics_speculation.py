@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -83,17 +84,19 @@ class _DraftedRound:
 
     @staticmethod
     def of(rows: Sequence[RowFeedback], width: int) -> _DraftedRound:
-        verified, accepted = [0] * width, [0] * width
+        proposed = admitted = 0
+        ends, misses = [0] * (width + 1), [0] * (width + 1)  # rows by the first position they did not get to
         for row in rows:
-            for position in range(min(row.verified, width)):
-                verified[position] += 1
-                accepted[position] += position < row.accepted
-        return _DraftedRound(
-            proposed=sum(row.proposed for row in rows),
-            admitted=sum(row.verified for row in rows),
-            verified=tuple(verified),
-            accepted=tuple(accepted),
-        )
+            proposed += row.proposed
+            admitted += row.verified
+            ends[min(row.verified, width)] += 1
+            misses[min(row.verified, row.accepted, width)] += 1
+        return _DraftedRound(proposed, admitted, _beyond(ends), _beyond(misses))
+
+
+def _beyond(counts: Sequence[int]) -> tuple[int, ...]:
+    """[i]: the sum of what stands after entry i; nothing of the last."""
+    return tuple(accumulate(reversed(counts[1:])))[::-1]
 
 
 class AdaptiveSeries:

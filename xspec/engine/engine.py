@@ -263,7 +263,7 @@ class AsyncEngine:
             self._loop.wake()
         self.metrics.delivered(len(out.token_ids), out.drafts)
         self._time(live, output.choice, len(out.token_ids), now)
-        live.queue.put_nowait(out)
+        live.mail.put(out)
         if out.finish_reason is not None:
             self._close_choice(live, out.finish_reason, now)
 
@@ -313,7 +313,7 @@ class AsyncEngine:
         now = time.monotonic()
         for text in live.texts:
             if not text.finished:
-                live.queue.put_nowait(last_output(text, live.request.id, reason, error))
+                live.mail.put(last_output(text, live.request.id, reason, error))
                 self._close_choice(live, reason, now)
 
     def _forget(self, live: Live) -> None:

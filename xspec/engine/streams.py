@@ -6,6 +6,7 @@ On the event loop thread only, like the engine. Knows nothing about scheduling.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,14 +16,41 @@ from xspec.engine.api import TextOutput
 from xspec.engine.text import ChoiceText
 
 
+class Mailbox:
+    """What is on its way to a client: as asyncio.Queue, for one reader, at half the cost a token."""
+
+    __slots__ = ("_outputs", "_reader")
+
+    def __init__(self) -> None:
+        self._outputs: deque[TextOutput] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, output: TextOutput) -> None:
+        self._outputs.append(output)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> TextOutput:
+        """The oldest output. RuntimeError while somebody else waits for it."""
+        if self._reader is not None:
+            raise RuntimeError("a stream has one reader at a time")
+        if not self._outputs:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._outputs.popleft()
+
+
 @dataclass(slots=True)
 class Live:
-    """A request on its way: one sequence and one text per choice, one queue to its client."""
+    """A request on its way: one sequence and one text per choice, one mailbox of its client."""
 
     request: Request
     sequences: list[LiveSequence]
     texts: list[ChoiceText]
-    queue: asyncio.Queue[TextOutput] = field(default_factory=asyncio.Queue)
+    mail: Mailbox = field(default_factory=Mailbox)
     open_choices: int = 0
     first_token_s: float | None = None
     last_token_s: list[float | None] = field(default_factory=list)  # by choice
@@ -44,7 +72,7 @@ class Stream:
         if not self._open_choices:
             raise StopAsyncIteration
         try:
-            output = await self._live.queue.get()
+            output = await self._live.mail.get()
         except asyncio.CancelledError:
             self._abort(self._live)
             raise

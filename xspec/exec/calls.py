@@ -18,7 +18,7 @@ from xspec.exec.flat_rows import draft_rows, verify_rows
 from xspec.exec.passes import TargetPasses
 from xspec.exec.rows import DeviceRows
 from xspec.exec.segments import decode_segments
-from xspec.kernels.rounds import FlatRows
+from xspec.kernels.rounds import Chain, FlatRows
 from xspec.models.base import Hidden
 from xspec.nn.inputs import ForwardInputs, Segment
 
@@ -99,6 +99,7 @@ class DrawRows:
     owners: torch.Tensor  # [N] device rows
     offsets: torch.Tensor  # [N]
     positions: torch.Tensor  # [N] of the tokens drawn
+    fed: torch.Tensor  # [N] what each row was fed: of offsets above 0 a draft
     live: torch.Tensor | None = None  # [N] bool, where there are lanes * width + some that nobody owns
 
     def head(self, count: int) -> DrawRows:
@@ -109,8 +110,12 @@ class DrawRows:
             self.owners[:count],
             self.offsets[:count],
             self.positions[:count],
+            self.fed[:count],
             None if self.live is None else self.live[:count],
         )
+
+    def chain(self) -> Chain:
+        return Chain(self.fed, self.offsets)
 
     def rectangle(self, values: torch.Tensor, lanes: int, width: int, fill: int) -> torch.Tensor:
         """values [N] of the rows -> [lanes, width + 1], `fill` where a lane has no row."""
@@ -136,7 +141,8 @@ class VerifyPass:
         """The first `count` flat rows, where the host knows whose they are."""
         rows = self.rows
         # A token is drawn for the position after its row's: that is the row's number of keys.
-        every = DrawRows(self.logits, rows.lanes, rows.owners, rows.offsets, rows.inputs.kv_lens)
+        positions = rows.inputs.kv_lens
+        every = DrawRows(self.logits, rows.lanes, rows.owners, rows.offsets, positions, rows.tokens)
         return every if count == len(rows.tokens) else every.head(count)
 
     def dense(self, lanes: int, width: int) -> DrawRows:
@@ -146,8 +152,15 @@ class VerifyPass:
         index = (rows.first[:lanes, None] + offset).clamp_(max=len(rows.tokens) - 1).view(-1)
         live = (offset < rows.counts[:lanes, None]).view(-1)
         lane = torch.arange(lanes, device=offset.device).repeat_interleave(width + 1)
-        positions = rows.inputs.kv_lens[index]
-        return DrawRows(self.logits[index], lane, rows.row_ids[lane], offset.repeat(lanes), positions, live)
+        return DrawRows(
+            self.logits[index],
+            lane,
+            rows.row_ids[lane],
+            offset.repeat(lanes),
+            rows.inputs.kv_lens[index],
+            rows.tokens[index],
+            live,
+        )
 
 
 class VerifyCall:

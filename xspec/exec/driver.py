@@ -109,7 +109,11 @@ class Driver:
 def _feedback(
     plan: RoundPlan, result: RoundResult, retired: commit.Retired, round_ms: float | None
 ) -> RoundFeedback:
-    told, signals, matches = list(retired.told), result.signals, result.matches
+    signals, matches = result.signals, result.matches
+    if len(retired.told) < len(result.rows):
+        told = list(retired.told)
+        signals = None if signals is None else signals[told]
+        matches = None if matches is None else matches[told]
     return RoundFeedback(
         plan=plan.spec,
         shape=plan.shape,
@@ -117,6 +121,6 @@ def _feedback(
         round_ms=round_ms,
         prefill_tokens=plan.shape.prefill_tokens,
         committed_tokens=retired.committed_tokens,
-        signals=None if signals is None else signals[told],
-        matches=None if matches is None else matches[told],
+        signals=signals,
+        matches=matches,
     )

@@ -18,9 +18,9 @@ from xspec.exec.calls import DrawRows, VerifyPass
 from xspec.exec.graphs import RoundGraphs
 from xspec.exec.rows import DeviceRows
 from xspec.exec.segments import chunk_segments
-from xspec.exec.settle import NO_TOKEN, settle
+from xspec.exec.settle import settle
 from xspec.exec.slots import Slot
-from xspec.kernels.rounds import Settled
+from xspec.kernels.rounds import NO_TOKEN, Settled
 from xspec.models.base import Hidden, Target
 from xspec.nn.inputs import ForwardInputs
 from xspec.platform.base import Event, Platform
@@ -208,7 +208,10 @@ class Runner:
         prefix = None
         if drafts is not None and needs.penalised:
             prefix = self._prefix(drafts[:count, :width], drawing.lanes, drawing.offsets)
-        drawn = draw(drawing.logits, drawing.owners, drawing.positions, self._sampling, needs, prefix)
+        # Where reading the device costs nothing, rows past a wrong draft are left out.
+        chain = drawing.chain() if width and self._platform.abilities.synchronous else None
+        state = self._sampling
+        drawn = draw(drawing.logits, drawing.owners, drawing.positions, state, needs, prefix, chain)
         if passed.picks is not None:
             slot.keep_matches(_matches(passed.picks, drawn.tokens, drawing, count, width))
         settled = settle(self._rows, passed.rows, count, drawing, drawn, drafts, width, slot.decoded.told)

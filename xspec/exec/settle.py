@@ -9,12 +9,9 @@ import torch
 
 from xspec.exec.calls import DrawRows
 from xspec.exec.rows import DeviceRows
-from xspec.kernels.rounds import FlatRows, Settled, Told
+from xspec.kernels.rounds import NO_TOKEN, FlatRows, Settled, Told
 from xspec.verify.accept import accept
 from xspec.verify.sampler import Drawn
-
-NO_TOKEN = -1
-"""Stands where a row has no draft or no draw; equal to no token."""
 
 
 def settle(

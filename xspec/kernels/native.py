@@ -18,7 +18,7 @@ import torch
 
 from xspec.errors import EngineError
 
-VERSION = 1
+VERSION = 2
 """Of the C interface; a library of another version was built from other sources."""
 
 ISAS = ("avx512", "avx2", "portable")

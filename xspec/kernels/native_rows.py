@@ -12,6 +12,7 @@ import torch
 
 from xspec.errors import EngineError
 from xspec.kernels.native import NativeLibrary, check
+from xspec.kernels.native_draws import CDraw
 from xspec.kernels.rounds import FlatRows, RowTable, Settled, Told
 from xspec.nn.inputs import ForwardInputs, Ragged, Segment
 
@@ -105,7 +106,7 @@ class CCarry(ctypes.Structure):
     ]
 
 
-STRUCTS = (CRowTable, CPassRows, CVerifyRows, CSettle, CCarry)
+STRUCTS = (CRowTable, CPassRows, CVerifyRows, CSettle, CCarry, CDraw)
 """In the order in which xs_round_struct_sizes reports them."""
 
 _TABLE = ctypes.POINTER(CRowTable)

@@ -13,6 +13,9 @@ import torch
 
 from xspec.nn.inputs import ForwardInputs, Segment
 
+NO_TOKEN = -1
+"""Stands where a row has no draft or no draw; equal to no token."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
@@ -104,6 +107,26 @@ class FusedRows(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Rows that stand on guesses, lane by lane: what each was fed, and its place in its lane.
+
+    A row past a wrong guess is never used, so it need not be drawn. Drawing by it reads the device.
+    """
+
+    fed: torch.Tensor  # [N] int64
+    offsets: torch.Tensor  # [N] int64, 0 of a lane's first row; the rows of a lane follow one another
+
+
+@dataclass(frozen=True, slots=True)
+class RowFilters:
+    """Settings of device rows; top_k 0, top_p 1 and min_p 0 are neutral (verify.filters)."""
+
+    top_k: torch.Tensor  # [R] int64
+    top_p: torch.Tensor  # [R] float32
+    min_p: torch.Tensor  # [R] float32
+
+
 class FusedDraws(Protocol):
     """Tokens from logits [N, D] of one dtype. Its noise is that of verify.noise up to the last bits of its
     logarithms, and the same for a token however it is asked for."""
@@ -119,11 +142,14 @@ class FusedDraws(Protocol):
         rows: torch.Tensor,
         positions: torch.Tensor,
         ids: torch.Tensor | None = None,
+        filters: RowFilters | None = None,
+        chain: Chain | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(column of the highest logit / temperature + noise [N], as for `argmax` [N]).
 
         temperatures [R] and keys [R, 2] of device rows, rows [N] among them; positions [N] of the tokens;
-        ids [D] of the columns. Rows of temperature 0 take their argmax.
+        ids [D] of the columns. Rows of temperature 0 take their argmax, the others what `filters` leave.
+        Rows past a wrong guess of the `chain` (without `ids`) yield NO_TOKEN and are not bad.
         """
 
     def gumbel(

@@ -30,6 +30,7 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
     outputs: list[Output] = []
     feedback: list[RowFeedback] = []
     told: list[int] = []
+    drafted = plan.spec.draft_steps if plan.batch.verify else 0
     for chunk, tokens in zip(plan.batch.chunks, result.chunks, strict=True):
         sequence = scheduler.live[chunk.sequence_id]
         _leave_round(sequence, tokens, reserved=1 if chunk.samples else 0)
@@ -43,7 +44,7 @@ def retire(scheduler: Scheduler, result: RoundResult) -> Retired:
         sequence = scheduler.live[row.sequence_id]
         _leave_round(sequence, tokens, reserved=row.verify + 1)
         if sequence.finish_reason is None:
-            drafts = _drafts(plan, row, sequence, tokens)
+            drafts = _drafts(drafted, row, sequence, tokens)
             if (output := _commit(scheduler, sequence, tokens, drafts)) is not None:
                 outputs.append(output)
                 if not tokens.bad:  # of a row that failed nothing is known
@@ -81,11 +82,12 @@ def _keep_scores(sequence: Sequence, tokens: RowTokens, chunk: PrefillChunk) -> 
     sequence.scores.extend(tokens.scored[max(0, kept - chunk.start) :])
 
 
-def _drafts(plan: RoundPlan, row: DecodeRow, sequence: Sequence, tokens: RowTokens) -> DraftCounts | None:
+def _drafts(drafted: int, row: DecodeRow, sequence: Sequence, tokens: RowTokens) -> DraftCounts | None:
     """What was drafted for a row, as far as its sequence has room for it; None where nothing was."""
-    drafted = plan.spec.draft_steps if plan.batch.verify and sequence.request.params.speculative else 0
+    if not drafted or not sequence.request.params.speculative or tokens.bad or not tokens.token_ids:
+        return None
     room = sequence.max_len - len(sequence.tokens)
-    if tokens.bad or not tokens.token_ids or not drafted or room < 2:
+    if room < 2:
         return None
     verify = row.verify if tokens.admitted is None else tokens.admitted
     return DraftCounts.of_row(drafted=drafted, verify=verify, room=room, returned=len(tokens.token_ids))

@@ -184,7 +184,7 @@ class Scheduler:
             draft_rows=padded if width else 0,
             target_rows=self._tiers.fit(padded, width, spec.target_rows if width else None),
             prefill_tokens=sum(len(chunk.token_ids) for chunk in batch.chunks),
-            kv_pages=max((self.pages.pages_for(row.kv_bound) for row in batch.rows), default=0),
+            kv_pages=self.pages.pages_for(batch.rows[0].kv_bound) if batch.rows else 0,  # has most
         )
 
     def _decodable(self) -> list[Sequence]:

@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete."""
-        raw = b"".join(map(self._bytes, ids))
+        raw = b"".join([self._bytes(token_id) for token_id in ids])
         if self._unproven and raw:
             raw = self._join_prompt(raw)
         return self._decoder.decode(raw)
@@ -47,9 +47,11 @@ class IncrementalDetokenizer:
         return token_id not in self._skip and self._tokenizer.piece(token_id) is not None
 
     def _bytes(self, token_id: int) -> bytes:
+        pieces = self._tokenizer.pieces
+        if self._started and not pieces.joiner:  # an id without a piece has no bytes
+            return b"" if token_id in self._skip else self._tokenizer.token_bytes(token_id)
         if not self._renders(token_id):
             return b""
-        pieces = self._tokenizer.pieces
         if self._started:
             return pieces.joiner + self._tokenizer.token_bytes(token_id)
         self._started = True

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from xspec.core.request import SamplingParams
+from xspec.kernels.rounds import NO_TOKEN, Chain
 from xspec.verify.filters import candidates, first_argmax
 from xspec.verify.logprobs import Logprobs, measure
 from xspec.verify.state import SamplingState
@@ -38,11 +39,6 @@ class Kind:
     def adjusted(self) -> bool:
         return self.penalised or self.biased or self.held
 
-    @property
-    def plain(self) -> bool:
-        """Nothing but a temperature."""
-        return self.mode is not Mode.FILTERED and not self.adjusted
-
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
@@ -61,8 +57,11 @@ class SampleNeeds:
     logprob_tops: tuple[int, ...] = ()
 
     @property
-    def plain(self) -> bool:
-        return all(group.kind.plain for group in self.groups)
+    def adjusted(self) -> bool:
+        return any(group.kind.adjusted for group in self.groups)
+
+    def has(self, mode: Mode) -> bool:
+        return any(group.kind.mode is mode for group in self.groups)
 
     @property
     def penalised(self) -> bool:
@@ -72,7 +71,8 @@ class SampleNeeds:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """`bad` rows had NaN, +inf or nothing but -inf to choose from: their token is a valid id without
-    meaning, and the request must fail rather than emit it."""
+    meaning, and the request must fail rather than emit it. Rows past a wrong guess of a chain may have
+    NO_TOKEN instead of a token, and have no logprobs."""
 
     tokens: torch.Tensor  # [N] int64
     bad: torch.Tensor  # [N] bool
@@ -118,24 +118,39 @@ def draw(
     state: SamplingState,
     needs: SampleNeeds,
     prefix: torch.Tensor | None = None,  # [N, W] drafted ids before the drawn one, -1 padded
+    chain: Chain | None = None,  # drafts that rows stand on; none is past a wrong one then
 ) -> Drawn:
     """Draw one token per row. `prefix` matters only to penalties: their counts must follow the draft."""
     if logits.shape != (needs.rows, state.vocab_size):
         want = (needs.rows, state.vocab_size)
         raise ValueError(f"logits {tuple(logits.shape)} do not fit (rows, vocabulary) = {want}")
     fused = state.fused_for(logits)
-    if fused is not None and needs.plain:
-        sampled = any(group.kind.mode is Mode.SAMPLED for group in needs.groups)
-        tokens, bad = state.draw(fused, logits, rows, positions) if sampled else fused.argmax(logits)
+    if fused is None or needs.adjusted:
+        tokens, bad = _draw_groups(logits, rows, positions, state, needs, prefix, chain)
+    elif needs.has(Mode.SAMPLED) or needs.has(Mode.FILTERED):
+        filtered = needs.has(Mode.FILTERED)
+        tokens, bad = state.draw(fused, logits, rows, positions, filtered=filtered, chain=chain)
     else:
-        tokens, bad = _draw_groups(logits, rows, positions, state, needs, prefix)
-    if not needs.logprob_rows:
+        tokens, bad = fused.argmax(logits)
+    asked, tops = needs.logprob_rows, needs.logprob_tops
+    if asked and chain is not None:
+        reached = _reached(chain, tokens)
+        tops = tuple(k for row, k in zip(asked, tops, strict=True) if reached[row])
+        asked = tuple(row for row in asked if reached[row])
+    if not asked:
         return Drawn(tokens, bad)
-    asked = _index(needs.logprob_rows, logits.device)
-    logprobs = measure(
-        logits[asked], tokens[asked], needs.logprob_rows, needs.logprob_tops, windows=state.tuning.windows
-    )
-    return Drawn(tokens, bad, logprobs)
+    at = _index(asked, logits.device)
+    return Drawn(tokens, bad, measure(logits[at], tokens[at], asked, tops, windows=state.tuning.windows))
+
+
+def _reached(chain: Chain, tokens: torch.Tensor) -> list[bool]:
+    """Whether each row stands on nothing but right guesses. Reads the device."""
+    reached: list[bool] = []
+    before = NO_TOKEN
+    for offset, fed, token in zip(chain.offsets.tolist(), chain.fed.tolist(), tokens.tolist(), strict=True):
+        reached.append(offset == 0 or (reached[-1] and fed == before))
+        before = token
+    return reached
 
 
 def _draw_groups(
@@ -145,14 +160,21 @@ def _draw_groups(
     state: SamplingState,
     needs: SampleNeeds,
     prefix: torch.Tensor | None,
+    chain: Chain | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, bad) of all rows, drawn kind by kind."""
-    tokens = torch.empty(needs.rows, dtype=torch.int64, device=logits.device)
-    bad = torch.empty(needs.rows, dtype=torch.bool, device=logits.device)
+    """(tokens, bad) of all rows, drawn kind by kind. A lane's rows are all of one kind."""
+    tokens = torch.full((needs.rows,), NO_TOKEN, dtype=torch.int64, device=logits.device)
+    bad = torch.zeros(needs.rows, dtype=torch.bool, device=logits.device)
+    fused = state.fused_for(logits)
     for group in needs.groups:
-        for chunk in _chunks(group, state):
-            if len(chunk) == needs.rows:
-                return _draw_group(logits, rows, positions, state, group, prefix)
+        if fused is not None and not group.kind.adjusted:
+            at = _index(group.flat, logits.device)
+            part = None if chain is None else Chain(chain.fed[at], chain.offsets[at])
+            tokens[at], bad[at] = state.draw(
+                fused, logits[at], rows[at], positions[at], filtered=True, chain=part
+            )
+            continue
+        for chunk in _chunks(group, state, tokens, chain):
             at = _index(chunk, logits.device)
             drafted = None if prefix is None else prefix[at]
             tokens[at], bad[at] = _draw_group(logits[at], rows[at], positions[at], state, group, drafted)
@@ -168,9 +190,7 @@ def _draw_group(
     prefix: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, bad) of rows that need the same steps."""
-    kind, fused = group.kind, state.fused_for(logits)
-    if fused is not None and kind.plain:
-        return state.draw(fused, logits, rows, positions)
+    kind = group.kind
     if kind.mode is Mode.GREEDY and not kind.adjusted:
         tokens, high = first_argmax(logits)
         return tokens, ~high.isfinite()
@@ -222,13 +242,32 @@ def _draw_filtered(
     return tokens
 
 
-def _chunks(group: RowGroup, state: SamplingState) -> Iterator[tuple[int, ...]]:
+def _chunks(
+    group: RowGroup, state: SamplingState, tokens: torch.Tensor, chain: Chain | None
+) -> Iterator[tuple[int, ...]]:
     """Plain greedy rows go in one call; the rest in pieces whose buffers stay in cache."""
-    size = max(1, state.tuning.chunk_elements // state.vocab_size)
     if group.kind == Kind(Mode.GREEDY):
-        size = len(group.flat)
-    for start in range(0, len(group.flat), size):
-        yield group.flat[start : start + size]
+        yield group.flat
+        return
+    size = max(1, state.tuning.chunk_elements // state.vocab_size)
+    for wave in _waves(group.flat, tokens, chain):
+        for start in range(0, len(wave), size):
+            yield wave[start : start + size]
+
+
+def _waves(flat: tuple[int, ...], tokens: torch.Tensor, chain: Chain | None) -> Iterator[tuple[int, ...]]:
+    """All rows at once, or with a chain one row of every lane whose guesses were right so far: each wave is
+    made of the `tokens` [N] that those before it drew, and reads the device."""
+    if chain is None:
+        yield flat
+        return
+    fed, offsets, members = chain.fed.tolist(), chain.offsets.tolist(), frozenset(flat)
+    wave = tuple(row for row in flat if offsets[row] == 0)
+    while wave:
+        yield wave
+        drawn = tokens.tolist()
+        right = (row + 1 for row in wave if row + 1 in members and drawn[row] == fed[row + 1])
+        wave = tuple(row for row in right if offsets[row] > 0)
 
 
 def _index(flat: tuple[int, ...], device: torch.device) -> slice | torch.Tensor:

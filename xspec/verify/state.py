@@ -15,7 +15,7 @@ import torch
 from xspec.core.request import SamplingParams
 from xspec.core.round import PADDING_ROW, RowBind
 from xspec.errors import RequestError
-from xspec.kernels.rounds import FusedDraws
+from xspec.kernels.rounds import Chain, FusedDraws, RowFilters
 from xspec.verify.filters import WINDOWS, FilterRules
 from xspec.verify.noise import GumbelNoise, Scratch, row_keys
 
@@ -59,6 +59,7 @@ class SamplingState:
         self._reals = torch.tensor(_NEUTRAL, dtype=dtype, device=device).repeat(rows, 1)
         self._temperatures = self._reals[:, _TEMPERATURE]
         self._ints = torch.zeros(rows, 3, dtype=torch.int64, device=device)
+        self._filters = RowFilters(self._ints[:, _TOP_K], self._reals[:, _TOP_P], self._reals[:, _MIN_P])
         self._keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self._bias = _SparseRows(rows, dtype, device)
         self._stops = _SparseRows(rows, dtype, device)
@@ -140,9 +141,16 @@ class SamplingState:
         rows: torch.Tensor,
         positions: torch.Tensor,
         ids: torch.Tensor | None = None,
+        *,
+        filtered: bool = False,
+        chain: Chain | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(columns, bad) [N] of device rows [N]: with their temperature and noise, or greedily without."""
-        return fused.draw(logits, self._temperatures, self._keys, rows, positions, ids)
+        """(columns, bad) [N] of device rows [N]: with their temperature and noise, or greedily without.
+
+        Their top-k, top-p and min-p count only if `filtered`.
+        """
+        filters = self._filters if filtered else None
+        return fused.draw(logits, self._temperatures, self._keys, rows, positions, ids, filters, chain)
 
     def add_bias(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         ids, values = self._bias.get(rows)

@@ -25,7 +25,7 @@ using xs::kInvalid;
 using xs::kNoMemory;
 using xs::kOk;
 
-constexpr int32_t kVersion = 1;
+constexpr int32_t kVersion = 2;
 
 bool fits(const xs::Cache& cache) {
   return cache.slab != nullptr && cache.pages > 0 && cache.block > 0 && cache.block % 16 == 0 &&

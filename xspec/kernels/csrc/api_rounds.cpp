@@ -24,28 +24,32 @@ bool fits(const xs::RowTable* table, const xs::PassRows& pass, int64_t pages) {
 }  // namespace
 
 // Sizes of the structs as this library was compiled, for the other side to compare.
-XS_API void xs_round_struct_sizes(int64_t sizes[5]) {
+XS_API void xs_round_struct_sizes(int64_t sizes[6]) {
   const size_t found[] = {sizeof(xs::RowTable), sizeof(xs::PassRows), sizeof(xs::VerifyRows),
-                          sizeof(xs::Settle), sizeof(xs::Carry)};
+                          sizeof(xs::Settle),   sizeof(xs::Carry),    sizeof(xs::Draw)};
   std::copy(std::begin(found), std::end(found), sizes);
 }
 
-// See Sampler::draw. ids [cols] token of each column, or null: the column. keys, owners and positions may be
-// null where temperature is.
-XS_API int32_t xs_draw(XsTeam* team, const bf16* logits, int64_t stride, int64_t rows, int64_t cols,
-                       const int32_t* keys, const int64_t* owners, const int64_t* positions,
-                       const int64_t* ids, const float* temperature, int64_t temperature_stride,
-                       int64_t* columns, bool* bad) {
-  if (rows == 0) return xs::kOk;
-  if (logits == nullptr || columns == nullptr || rows < 0 || cols < 1 || cols > INT32_MAX) {
+// See Sampler::draw. noise.ids [cols] token of each column, or null: the column, as it must be in a chain.
+// Keys and positions may be null where temperatures are.
+XS_API int32_t xs_draw(XsTeam* team, const xs::Draw* draw) {
+  if (draw == nullptr) return xs::kInvalid;
+  const xs::Noise& noise = draw->noise;
+  const xs::Settings& settings = draw->settings;
+  if (noise.rows == 0) return xs::kOk;
+  if (draw->logits == nullptr || draw->columns == nullptr || noise.rows < 0 || noise.cols < 1 ||
+      noise.cols > INT32_MAX || noise.id_stride != 0) {
     return xs::kInvalid;
   }
-  if (temperature != nullptr && (keys == nullptr || positions == nullptr)) return xs::kInvalid;
-  return guarded(team, [&] {
-    const xs::Noise noise{keys, owners, positions, ids, 0, rows, cols};
-    team->sampler.draw(team->team, team->ops, noise, logits, stride, temperature, temperature_stride, columns,
-                       bad);
-  });
+  if (settings.temperature != nullptr && (noise.keys == nullptr || noise.positions == nullptr)) {
+    return xs::kInvalid;
+  }
+  if (settings.top_k != nullptr && (settings.top_p == nullptr || settings.min_p == nullptr)) {
+    return xs::kInvalid;
+  }
+  const bool chained = draw->chain.fed != nullptr;
+  if (chained && (draw->chain.offsets == nullptr || noise.ids != nullptr)) return xs::kInvalid;
+  return guarded(team, [&] { team->sampler.draw(team->team, team->ops, *draw); });
 }
 
 // See Sampler::probability.

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "filter.h"
 #include "ops.h"
 #include "team.h"
 
@@ -20,6 +21,44 @@ struct Noise {
   const int64_t* ids;        // [rows, id_stride] token ids; null: 0, 1, 2, ...
   int64_t id_stride;         // 0: all rows share their ids
   int64_t rows, cols;
+};
+
+// How owners draw: that of owner o is at o * stride. Neutral: temperature 0, top_k 0, top_p 1, min_p 0.
+struct Settings {
+  const float* temperature;  // null: 0 for all
+  const float *top_p, *min_p;  // null, as top_k: nobody's rows are filtered
+  int64_t stride;
+  const int64_t* top_k;
+  int64_t top_k_stride;
+};
+
+// Rows that stand on guesses: one with an offset above 0 was fed `fed` as what the row before it draws.
+struct Chain {
+  const int64_t* fed;      // [rows]; null: every row is drawn
+  const int64_t* offsets;  // [rows]
+};
+
+// A call of Sampler::draw.
+struct Draw {
+  Noise noise;
+  Settings settings;
+  Chain chain;
+  const bf16* logits;  // [noise.rows, stride]
+  int64_t stride;
+  int64_t* columns;  // [noise.rows] out; kNotDrawn: stands on a guess that was wrong
+  bool* bad;         // [noise.rows] out: drawn, but the highest logit is not finite
+};
+
+constexpr int64_t kNotDrawn = -1;
+
+// A row that is drawn with noise.
+struct Drawn {
+  int64_t row;
+  const bf16* logits;
+  float high, heat;
+  int64_t highest;  // column of `high`
+  Filter filter;
+  float lowest;  // logits below are cut
 };
 
 // The highest score of some columns of a row; of equal ones the lowest column.
@@ -36,11 +75,9 @@ struct SampleOps {
   const char* name;
   // out [rows, cols]
   void (*gumbel)(Worker&, const Noise&, float* out);
-  // score = (logit - high) / heat + noise. The best of each piece of a row: parts [rows, pieces] with
-  // pieces = cols / kSampleColumns, rounded up. Rows without heat are left out. logits [rows, stride];
-  // high, highest [rows] the highest logit of each row and its column.
-  void (*scores)(Worker&, const Noise&, const bf16* logits, int64_t stride, const float* high,
-                 const int64_t* highest, const float* heat, Best* parts);
+  // score = (logit - high) / heat + noise of columns that are not cut. The best of each piece of a row:
+  // parts [count, pieces] with pieces = cols / kSampleColumns, rounded up.
+  void (*scores)(Worker&, const Noise&, const Drawn* drawn, int64_t count, Best* parts);
 };
 
 const SampleOps& portable_sample_ops();
@@ -53,11 +90,9 @@ const SampleOps& sample_ops(const Ops& ops);
 // Draws tokens for whole passes. Owns the buffers between the phases of one; one call at a time.
 class Sampler {
  public:
-  // Columns drawn [rows]. The temperature of owner o is at o * temperature_stride; null: 0 for all. Rows with
-  // temperature 0, and bad rows (their highest logit is not finite), take the lowest column that has it.
-  // bad [rows] may be null.
-  void draw(Team& team, const Ops& ops, const Noise& noise, const bf16* logits, int64_t stride,
-            const float* temperature, int64_t temperature_stride, int64_t* columns, bool* bad);
+  // Rows with temperature 0, and bad rows, take the lowest column that has the highest logit. What stands on
+  // guesses is drawn in waves, a row of every lane that is right so far at a time: noise is dear.
+  void draw(Team& team, const Ops& ops, const Draw& draw);
   // exp(logit - logsumexp of its row) of one column a row, out [rows].
   void probability(Team& team, const Ops& ops, const bf16* logits, int64_t stride, int64_t rows, int64_t cols,
                    const int64_t* columns, float* out);
@@ -67,9 +102,13 @@ class Sampler {
   // Waking the others takes longer than a little work: that the caller does alone.
   Team& hands(Team& team, int64_t elements, int64_t alone) { return elements <= alone ? solo_ : team; }
 
+  void draw_wave(Team& team, const Ops& ops, const Draw& draw);
+
   Team solo_{1};
   std::vector<Best> parts_;
-  std::vector<float> high_, row_;  // `row_`: a row's heat, or its logsumexp
+  std::vector<float> high_, sums_;  // of every row: its highest logit; its logsumexp
+  std::vector<int64_t> highest_, reached_;  // column of the highest logit; the rows that come next
+  std::vector<Drawn> wave_;
 };
 
 }  // namespace xs
