@@ -135,6 +135,21 @@ def test_half_as_much_again_is_new_unless_it_was_seen_of_late() -> None:
     assert not meet(bound, 11, 4, seen=(7, 8)).lifted
 
 
+def test_a_load_of_twice_the_rows_is_new_even_if_it_was_seen_of_late() -> None:
+    """Four rows, at the end of a wave, are no reason to keep their choice for eight of the next wave."""
+    held = replace(held_at(4), switched_ms=0.0, dwell_ms=8_000.0)
+    for plan_id in range(1, 4):
+        held = meet_load(held, at(0.1, plan_id=plan_id, rows=8, seen=(1, 8)))
+        assert not held.lifted
+    held = meet_load(held, at(0.1, plan_id=4, rows=8, seen=(1, 8)))
+    assert (held.lifted, held.rows, held.load_id, held.dwell_ms) == (True, 8, 4, 8_000.0)
+    held, cause = choose(held, at(0.1, plan_id=4, rows=8), np.array([1.0, 1.01]), 0.0)
+    assert (held.choice, cause) == (1, "load")
+    for plan_id in range(5, 12):  # five is not half as many
+        held = meet_load(held, at(0.2, plan_id=plan_id, rows=5, seen=(1, 8)))
+    assert not held.lifted
+
+
 def test_scoring_is_due_by_batches_by_a_bucket_jump_and_by_a_new_load() -> None:
     held = held_at()
     assert not scoring_due(held, at(batches=4), 5)

@@ -17,6 +17,7 @@ MAX_DWELL_MS = 16_000.0
 EASING_MS = 60_000.0
 BUCKET_FACTOR = 1.5
 LOAD_FACTOR = 1.5
+RETURN_FACTOR = 2.0
 FRESH_START_FACTOR = 3.0
 LOAD_ROUNDS = 4
 """A load counts once it lasted that many rounds: a gap between two requests is none."""
@@ -85,14 +86,15 @@ def start(choice: int, now: Moment) -> Held:
 def meet_load(held: Held, now: Moment) -> Held:
     """A load that is new, for LOAD_ROUNDS rounds in a row, lifts the dwell and starts the averages anew.
 
-    New is 3 times more or less than `held.rows`; or 1.5 times more or less than that and than all loads seen
-    of late, so that a load which swings between two levels is one load.
+    New is twice as much or half of `held.rows` (what is best there is another matter, seen before or not); or
+    1.5 times more or less than that and than all loads seen of late, so that a load which swings between two
+    near levels is one load. 3 times more or less starts the dwell anew.
     """
     ratio = _ratio(now.rows, held.rows)
     least, most = now.seen_rows or (held.rows, held.rows)
     beyond = now.rows >= LOAD_FACTOR * most or now.rows * LOAD_FACTOR <= least
     far = ratio >= FRESH_START_FACTOR
-    if not far and not (ratio >= LOAD_FACTOR and beyond):
+    if ratio < RETURN_FACTOR and not (ratio >= LOAD_FACTOR and beyond):
         return held if held.strange_rounds == 0 else replace(held, strange_rounds=0)
     if held.strange_rounds + 1 < LOAD_ROUNDS:
         return replace(held, strange_rounds=held.strange_rounds + 1)
