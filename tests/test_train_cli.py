@@ -328,7 +328,7 @@ def test_figures_of_the_drafter_in_the_output_folder(
 @pytest.mark.parametrize(
     ("flags", "complaints"),
     [
-        (["--output=x"], ["--algorithm is needed: MTP or DSpark"]),
+        (["--output=x"], ["--algorithm is needed: MTP, DSpark or Ouro"]),
         (["--algorithm=mtp"], ["--output=DIR is needed"]),
         (["--algorithm=EAGLE", "--output=x"], ["--algorithm=EAGLE: allowed: ", "MTP, DSpark"]),
         (["--algorithm=MTP", "--output=x", "--layers=2", "--anchors=3"],

@@ -1,6 +1,6 @@
 """`xspec train`: a drafter for the model at hand, from its own answers; or only the figures of one.
 
-Turns flags into settings; the stages are in `xspec.train`.
+Turns flags into settings; the stages are in `xspec.train`. `--algorithm=Ouro` is `train_ouro.py`'s.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xspec.config import Config, Kind, settings
+from xspec.config import Config, settings
 from xspec.errors import ConfigError
+from xspec.setting import Kind
+from xspec_cli import train_ouro
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
-from xspec_cli.flags_train import DSPARK_FLAGS, FLAGS, MTP_FLAGS
+from xspec_cli.flags_train import DSPARK_FLAGS, FLAGS, MTP_FLAGS, OURO_FLAGS
 from xspec_cli.flags_types import Flag
 from xspec_cli.gflags import parse_value
 from xspec_cli.serve import begin
@@ -24,14 +26,16 @@ if TYPE_CHECKING:
     from xspec.train.run import TrainSettings
 
 OWN_PROMPTS = 4000
-OWN_FLAGS = {"MTP": MTP_FLAGS, "DSpark": DSPARK_FLAGS}
+OWN_FLAGS = {"MTP": MTP_FLAGS, "DSpark": DSPARK_FLAGS, "Ouro": OURO_FLAGS}
 
 COMMAND = Command(
-    usage="xspec train --algorithm=MTP|DSpark --output=DIR [--model=PATH] [--flag=value ...]",
+    usage="xspec train --algorithm=MTP|DSpark|Ouro --output=DIR [--model=PATH] [--flag=value ...]",
     about="Train a drafter for a model on its own answers, and make figures of it in real rollouts. Prompts "
     "come from --prompts and --continue_text files or are made up by the model (--self_prompts). Killed, the "
     "same command goes on where it was. Of the engine's flags --max_seqs_per_batch and --max_cache_size "
-    "decide how fast answers are made. With --evaluate_only nothing is trained.",
+    "decide how fast answers are made. With --evaluate_only nothing is trained. --algorithm=Ouro trains a "
+    "small looped model instead, on text beside the interpreter, with the flags of its section and of "
+    "training.",
     flags=FLAGS,
 )
 
@@ -41,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(launch, Info):
         print(launch.text)
         return 0
+    if launch.value("algorithm") == train_ouro.NAME:
+        return train_ouro.main(launch)
     check(launch)
     progress = begin(launch)
     # imported late: they load torch, which has to see the threads that begin() settled
@@ -65,7 +71,7 @@ def check(launch: Launch) -> None:
         return
     algorithm = str(launch.value("algorithm"))
     if not algorithm:
-        mistakes.append("--algorithm is needed: MTP or DSpark")
+        mistakes.append("--algorithm is needed: MTP, DSpark or Ouro")
     if not launch.value("output"):
         mistakes.append("--output=DIR is needed: where the drafter goes")
     for other, flags in OWN_FLAGS.items():
