@@ -9,6 +9,7 @@ from typing import Any
 
 from tiny import make_checkpoint
 from tiny_drafters import make_mtp
+from tiny_looped import write_ouro
 
 from xspec.calib.calibrate import Calibrated, calibrated_costs
 from xspec.calib.choose import Adaptation, speculation_of
@@ -35,6 +36,9 @@ BLOCK_SIZE = 8
 PAGE_BYTES = BLOCK_SIZE * 3 * 2 * 2 * 16 * 8 + 64 * 8
 """Three layers, the drafter's among them, of keys and values: 2 heads of 16 numbers of 8 bytes. And a state.
 """
+
+LOOPED_PAGE_BYTES = BLOCK_SIZE * 4 * 2 * 2 * 4 * 16 * 8
+"""Four loops of two layers: 4 heads of 16 numbers of 8 bytes."""
 
 CostOf = Callable[[RoundPlan], float]
 """Milliseconds that the device takes for a round."""
@@ -133,11 +137,52 @@ def make_rig(
     config, platform = Config.from_mapping(values | flags), CpuPlatform()
     choice = DraftChoice("MTP", folder / "mtp", steps, steps)
     depths = tuple(range(1, steps + 1))
+    prepared = Speculation(depths, depths, tiers or TargetTiers())
+    return _assembled(config, platform, choice, model, adaptation, prepared)
+
+
+def make_looped_rig(
+    folder: Path,
+    *,
+    widths: tuple[int, ...] = (1, 2),
+    depths: tuple[int, ...] = (1, 3),
+    adaptation: Adaptation,
+    pages: int = 512,
+    **flags: Any,
+) -> Rig:
+    """A tiny ouro of four loops, float64, that drafts for itself: any K of `widths` and d of `depths`."""
+    model = folder / "ouro"
+    if not model.exists():
+        write_ouro(model)
+    values = {
+        "model": str(model),
+        "speculative_algorithm": "Looped",
+        "speculation_policy": "goodput",
+        "dtype": "float64",
+        "max_seqs_per_batch": 4,
+        "max_cache_size": (pages + RESERVED_PAGES) * LOOPED_PAGE_BYTES,
+        "max_tokens_per_batch": 32,
+        "block_size": BLOCK_SIZE,
+    }
+    config, platform = Config.from_mapping(values | flags), CpuPlatform()
+    choice = DraftChoice("Looped", None, widths[-1], widths[-1], loops=depths, widths=widths)
+    return _assembled(config, platform, choice, model, adaptation, Speculation())
+
+
+def _assembled(
+    config: Config,
+    platform: CpuPlatform,
+    choice: DraftChoice,
+    model: Path,
+    adaptation: Adaptation | None,
+    prepared: Speculation,
+) -> Rig:
+    """`prepared`: without an adaptation."""
 
     def speculation(grid: BucketGrid) -> Speculation:
         if adaptation is not None:
             return speculation_of(adaptation, choice, platform, grid)
-        return Speculation(depths, depths, tiers or TargetTiers())
+        return prepared
 
     parts = assemble(
         config,
@@ -158,6 +203,7 @@ def effective_of(
     window_steps: int = 4,
     windows_per_point: int = 3,
     token_seed: int = 1,
+    kv_growth: int | None = None,
 ) -> Effective:
     """Points to measure, with no regard to what `resolve` would make of them."""
     buckets = tuple(sorted({point.requests for point in points}))
@@ -177,6 +223,7 @@ def effective_of(
         geometry=Geometry(Control.TARGET_VERIFY, 2, buckets, 512, 4096, 8, 2),
         captured_tiers={},
         points=tuple(points),
+        kv_growth=kv_growth,
     )
 
 
@@ -185,7 +232,8 @@ def answers(rig: Rig, prompts: Sequence[tuple[int, ...]], tokens: int = 24) -> l
     device = rig.device(lambda plan: 1.0)
     pipeline = Pipeline(device, Inline(), ring_slots(rig.config, rig.platform))
     scheduler = make_scheduler(rig.config, rig.parts)
-    driver = Driver(scheduler, FixedPolicy(rig.choice.steps), pipeline, device.clock_s)
+    policy = FixedPolicy(rig.choice.steps, depth=rig.choice.loops[-1] if rig.choice.loops else None)
+    driver = Driver(scheduler, policy, pipeline, device.clock_s)
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=tokens, temperature=0.8, seed=index)
         scheduler.add(

@@ -20,8 +20,10 @@ from xspec.cost.settings import (
 Tiers = Callable[[int], Sequence[int]]
 
 
-def geometry(control: Control, width: int, buckets: Sequence[int], **changes: int) -> Geometry:
+def geometry(control: Control, width: int, buckets: Sequence[int], **changes: Any) -> Geometry:
     sizes = {"max_model_len": 2048, "cache_tokens": 65536, "block_size": 128, "slots": 2, **changes}
+    if control is Control.SPEC:
+        sizes.setdefault("pairs", tuple((steps, None) for steps in range(1, width + 1)))
     return Geometry(control=control, draft_width=width, request_buckets=tuple(buckets), **sizes)
 
 
@@ -37,7 +39,7 @@ def listed(rows: Sequence[int], width: int) -> Tiers:
 
 def law_ms(point: Point) -> float:
     """Additive in requests and rows for every context and depth, so both models can be checked."""
-    base = 20.0 + 5.0 * point.context + 2.0 * point.draft_steps
+    base = 20.0 + 5.0 * point.context + 2.0 * point.draft_steps * (point.depth or 1)
     return base + 0.25 * point.requests + 0.5 * point.target_rows
 
 
@@ -52,6 +54,7 @@ def measured(effective: Effective, kv_lengths: Sequence[float] = (100.0, 500.0, 
             context=point.context,
             kv_length=kv_lengths[point.context],
             windows_ms=tuple(law_ms(point) * spread[index] for index in range(effective.windows_per_point)),
+            depth=point.depth,
         )
         for point in effective.points
     )

@@ -31,7 +31,9 @@ class FakeCosts:
     def at(self, kv_lengths: Sequence[int]) -> FakeCosts | None:
         return self if all(self.covers(kv) for kv in kv_lengths) else None
 
-    def round_ms(self, draft_steps: int, requests: int, target_rows: int) -> float | None:
+    def round_ms(
+        self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None
+    ) -> float | None:
         return self.formula(draft_steps, requests, target_rows)
 
 

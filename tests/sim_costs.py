@@ -41,7 +41,9 @@ class CpuCosts:
     def at(self, kv_lengths: Sequence[int]) -> CpuCosts | None:
         return None if max(kv_lengths) > 4096 else self
 
-    def round_ms(self, draft_steps: int, requests: int, target_rows: int) -> float | None:
+    def round_ms(
+        self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None
+    ) -> float | None:
         if target_rows > self.most_rows:
             return None
         if self.block_ms is not None and draft_steps:

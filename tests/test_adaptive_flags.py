@@ -27,6 +27,7 @@ from xspec_cli.flags_types import PLATFORMS
 
 DRAFT_STEP = {"enable_adaptive_draft_step": True}
 TARGET_VERIFY = {"enable_adaptive_target_verify": True}
+GOODPUT = {"speculation_policy": "goodput"}
 
 
 def refusals(algorithm: str | None = "MTP", steps: int = 5, **flags: object) -> list[str]:
@@ -66,6 +67,9 @@ def launch(*argv: str, command: Command = xspec_cli.serve.COMMAND) -> Launch:
         ("MTP", {**TARGET_VERIFY, "enable_probabilistic_draft": True}),
         ("MTP", {**DRAFT_STEP, "enable_probabilistic_draft": True, "num_speculative_tokens": 1}),
         ("MTP", {**DRAFT_STEP, "python_graph_backend": "cpu"}),
+        ("MTP", GOODPUT),
+        ("Looped", {"speculation_policy": "acceptance_ema", "adaptive_spec_config": "c"}),
+        ("Looped", {**GOODPUT, "adaptive_spec_config": "c", "adaptive_spec_cost_table": "t"}),
     ],
 )
 def test_what_is_supported_is_not_refused(algorithm: str | None, flags: dict[str, object]) -> None:
@@ -92,6 +96,40 @@ OVERLAPPED = f"{SWITCH} needs asynchronous scheduling and the task pipeline"
             "--enable_adaptive_draft_step=true: the drafter is DSpark; allowed: MTP",
         ),
         (
+            "MTP",
+            {**DRAFT_STEP, **GOODPUT},
+            "--enable_adaptive_draft_step=true and --speculation_policy=goodput cannot go together; "
+            "allowed: one of them",
+        ),
+        (
+            "DSpark",
+            GOODPUT,
+            "--speculation_policy=goodput: the drafter is DSpark; allowed: MTP, Looped",
+        ),
+        (
+            "Looped",
+            {**GOODPUT, "draft_loops": 2},
+            "--draft_loops=2 fixes what --speculation_policy=goodput is to choose; allowed: -1",
+        ),
+        (
+            "Looped",
+            {**GOODPUT, "adaptive_spec_cost_table": "t", "adaptive_spec_cost_table_output": "o"},
+            "--adaptive_spec_cost_table_output=o: nothing is measured where --adaptive_spec_cost_table=t "
+            "brings costs; allowed: one of the two",
+        ),
+        *(
+            (
+                "MTP",
+                {flag: "x.json"},
+                f"--{flag}=x.json: it is only read with --speculation_policy=acceptance_ema or goodput",
+            )
+            for flag in (
+                "adaptive_spec_config",
+                "adaptive_spec_cost_table",
+                "adaptive_spec_cost_table_output",
+            )
+        ),
+        (
             "Looped",
             TARGET_VERIFY,
             "--enable_adaptive_target_verify=true: the drafter is Looped; allowed: MTP, DSpark",
@@ -106,7 +144,8 @@ OVERLAPPED = f"{SWITCH} needs asynchronous scheduling and the task pipeline"
             None,
             TARGET_VERIFY,
             "--enable_adaptive_target_verify=true needs speculation: this model has no drafter; give "
-            "--draft_model, or --speculative_algorithm=MTP where its checkpoint holds MTP layers",
+            "--draft_model, or --speculative_algorithm=MTP where its checkpoint holds MTP layers, Looped "
+            "where its layers loop",
         ),
         (
             "MTP",
@@ -247,12 +286,16 @@ def test_the_flags_are_read_and_off_and_empty_by_default() -> None:
         "adaptive_target_verify_calibration": "",
         "adaptive_target_verify_cost_table": "",
         "adaptive_target_verify_cost_table_output": "",
+        "adaptive_spec_config": "",
+        "adaptive_spec_cost_table": "",
+        "adaptive_spec_cost_table_output": "",
         "round_trace": "",
     }
     assert all(rows[name].rules[p].status is Status.HONOURED for name in read for p in PLATFORMS)
     own = {name for name in read if "xLLM has no such flag" in rows[name].help}
     assert own == {
         "adaptive_draft_step_cost_table", "adaptive_draft_step_cost_table_output", "round_trace",
+        "adaptive_spec_config", "adaptive_spec_cost_table", "adaptive_spec_cost_table_output",
     }  # fmt: skip
 
 

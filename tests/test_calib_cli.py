@@ -112,14 +112,14 @@ SWITCH = "--enable_adaptive_draft_step=true"
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], ["--enable_adaptive_draft_step or --enable_adaptive_target_verify", "found neither"]),
+        ([], ["--enable_adaptive_draft_step or --enable_adaptive_target_verify", "found none of them"]),
         (
             [SWITCH, "--enable_adaptive_target_verify"],
             ["--enable_adaptive_target_verify=true", "one of them"],
         ),
         ([SWITCH, "--report=x.html"], ["--report=x.html: allowed: a file name that ends in .md"]),
         ([SWITCH, "--report=/no/such/folder/x.md"], ["--report=/no/such/folder/x.md", "does not exist"]),
-        (["--report=x.html"], ["found neither", "ends in .md"]),
+        (["--report=x.html"], ["found none of them", "ends in .md"]),
         ([SWITCH, "--round_trace=x.jsonl"], ["--round_trace=x.jsonl", "allowed: serve and bench"]),
         ([SWITCH, "--window_steps=3"], ["--window_steps: unknown flag"]),
     ],

@@ -71,13 +71,13 @@ def test_defaults_are_the_documented_ones() -> None:
         ),
         (
             {"speculative_algorithm": "Eagle3"},
-            "--speculative_algorithm=Eagle3: allowed: auto, MTP, DSpark",
+            "--speculative_algorithm=Eagle3: allowed: auto, MTP, DSpark, Looped",
         ),
         (
             {"speculative_algorithm": "suffix"},
-            "--speculative_algorithm=suffix: allowed: auto, MTP, DSpark",
+            "--speculative_algorithm=suffix: allowed: auto, MTP, DSpark, Looped",
         ),
-        ({"speculative_algorithm": ""}, "--speculative_algorithm=: allowed: auto, MTP, DSpark"),
+        ({"speculative_algorithm": ""}, "--speculative_algorithm=: allowed: auto, MTP, DSpark, Looped"),
         (
             {"num_speculative_tokens": 17},
             "--num_speculative_tokens=17: allowed: integers from -1 to 16",

@@ -11,7 +11,7 @@ from cost_measured import geometry, listed, measured, multiples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xspec.cost.fit import fit_table
+from xspec.cost.fit import curves_of, fit_table
 from xspec.cost.model import bucket_groups
 from xspec.cost.settings import (
     CalibrationSettings,
@@ -459,10 +459,14 @@ def engines(draw: st.DrawFn) -> tuple[Any, Any]:
     buckets = tuple(sorted(draw(st.sets(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32]), min_size=1))))
     rows = sorted(draw(st.sets(st.integers(1, 100), max_size=12)))
     tiers = draw(st.sampled_from([multiples(width), listed(rows, width), listed(range(1, 200), width)]))
+    control = draw(st.sampled_from(Control))
+    looped = st.sets(st.tuples(st.integers(1, width), st.integers(1, 3)), max_size=5)
+    pairs = draw(looped.map(lambda found: sorted({*found, (width, 1)})) | st.just([(width, None)]))
     found = geometry(
-        draw(st.sampled_from(Control)),
+        control,
         width,
         buckets,
+        pairs=tuple(pairs) if control is Control.SPEC else (),
         max_model_len=draw(st.integers(64, 5000)),
         cache_tokens=draw(st.integers(1024, 200_000)),
         block_size=draw(st.sampled_from([8, 16, 128])),
@@ -509,11 +513,11 @@ def test_what_is_resolved_fits_and_can_be_fitted(
             )
         for steps in {p.draft_steps for p in mine} - {0}:
             cells = [(p.requests, p.target_rows) for p in mine if p.draft_steps == steps]
-            assert settings.model == "sps" or len(bucket_groups(cells)) == 1
+            assert effective.model == "sps" or len(bucket_groups(cells)) == 1
     assert resolve(effective.as_settings(), found, tiers) == effective
     assert parse_calibration(to_json(effective.as_settings()), "x") == effective.as_settings()
     table = fit_table(effective, measured(effective), 0.1)
-    assert {(p.context, p.draft_steps) for p in effective.points} == set(table.curves)
+    assert {(p.context, p.draft_steps, p.depth or 0) for p in effective.points} == set(curves_of(table))
 
 
 # -- what ships -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from test_engine import LOAD, SCHEDULES, alone, engine_of, prompt_of, run, tokens
 from test_lossless import Plain, check_load, same
 from tiny import make_checkpoint
+from tiny_drafters import make_mtp
 from tiny_looped import WRITERS, write_ouro
 
 from xspec.core.round import RoundFeedback, SpeculationPlan
@@ -262,4 +263,26 @@ async def test_refusals(tmp_path: Path, flags: dict[str, Any], said: str) -> Non
 async def test_a_model_without_loops_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="runs its layers once"):
         async with engine_of(make_checkpoint(tmp_path / "llama"), speculative_algorithm="Looped"):
+            pass
+
+
+async def test_the_flags_alone_draft_with_a_fixed_pair(tmp_path: Path) -> None:
+    path = write_ouro(tmp_path / "ouro")
+    prompt = prompt_of(2, 13)
+    async with engine_of(path) as engine:
+        expected = tokens(await run(engine, prompt, temperature=0.0, max_tokens=40, ignore_eos=True))
+    flags = {"speculative_algorithm": "looped", "num_speculative_tokens": 3, "draft_loops": 3}
+    async with engine_of(path, **flags, max_seqs_per_batch=2) as engine:
+        assert engine.server_info()["speculation"]["draft_loops"] == [3]
+        assert engine._driver.policy.status() == {"draft_steps": 3, "verify_steps": None, "draft_loops": 3}
+        outputs = await run(engine, prompt, temperature=0.0, max_tokens=40, ignore_eos=True)
+        assert tokens(outputs) == expected
+        assert len(outputs) < 35  # several tokens at a time
+
+
+async def test_other_drafters_are_refused_for_a_looped_target(tmp_path: Path) -> None:
+    path = write_ouro(tmp_path / "ouro")
+    drafter = make_mtp(tmp_path / "mtp")
+    with pytest.raises(ConfigError, match="a looped target .ouro. has no such drafter; allowed: Looped"):
+        async with engine_of(path, draft_model=str(drafter), num_speculative_tokens=2):
             pass

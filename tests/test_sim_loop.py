@@ -35,7 +35,9 @@ class FlatCosts:
     def at(self, kv_lengths: Sequence[int]) -> FlatCosts:
         return self
 
-    def round_ms(self, draft_steps: int, requests: int, target_rows: int) -> float | None:
+    def round_ms(
+        self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None
+    ) -> float | None:
         return 10.0 + 5.0 * draft_steps
 
 

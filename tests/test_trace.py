@@ -468,7 +468,9 @@ class Costs:
     def at(self, kv_lengths: Sequence[int]) -> Costs | None:
         return None if max(kv_lengths) > 70 else self
 
-    def round_ms(self, draft_steps: int, requests: int, target_rows: int) -> float | None:
+    def round_ms(
+        self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None
+    ) -> float | None:
         return 10.0 + 0.4 * (target_rows - 1) + 1.5 * draft_steps
 
 

@@ -251,8 +251,8 @@ def shipped_matches() -> dict[str, list[float]]:
         model, _ = load(locate_model(name))
         text = load_text(locate_model(name)).tokenizer
         prompts = [
-            "class Reader:\n    def __init__(self, path):\n        ",
-            "import os\nimport sys\n\n\ndef main(",
+            "class Reader:\n    def __init__(self, path):\n        self.path = path\n",
+            "import os\nimport sys\n\n\ndef main(arguments):\n    for name in arguments:\n",
         ]
         with torch.no_grad():
             encoded = torch.tensor([list(text.encode(prompt))[:12] for prompt in prompts])

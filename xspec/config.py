@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from xspec.errors import ConfigError
-from xspec.setting import Kind, Setting, Value, closest, show
+from xspec.setting import Kind, Setting, Value, closest
 
 MAX_DRAFT_STEPS = 16
 """Most tokens drafted for a request in one round."""
@@ -37,15 +37,12 @@ class ModelConfig:
     dtype: str = _setting(Kind.STRING, "auto", choices=("auto", "float64", "float32", "bfloat16", "float16"))
     quantization: str = _setting(Kind.STRING, "none", choices=("none", "int8", "int4", "gguf"))
     max_model_len: int = _setting(Kind.INT32, 0, low=0)  # 0: what the checkpoint says
-    early_exit_threshold: float = _setting(Kind.DOUBLE, -1.0, low=-1.0, high=1.0)
-    """Summed exit probability at which the head of a looped model reads (Ouro, arXiv 2510.25741). -1: what
+    early_exit_threshold: float = _setting(Kind.DOUBLE, 0.0, low=0.0, high=1.0)
+    """Summed exit probability at which the head of a looped model reads (Ouro, arXiv 2510.25741). 0: what
     the checkpoint says; 1: always the last loop."""
 
     def __post_init__(self) -> None:
         _check_section(self)
-        if -1.0 < self.early_exit_threshold <= 0.0:
-            found = show(self.early_exit_threshold)
-            raise ConfigError(f"--early_exit_threshold={found}: allowed: -1 or numbers above 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +98,6 @@ class SpeculationConfig:
     num_speculative_tokens: int = _setting(Kind.INT32, -1, low=-1, high=MAX_DRAFT_STEPS)
     """K: tokens drafted a round. 0: no speculation. -1: the drafter's own width (the block of a DSpark
     drafter, what a shipped drafter recommends; 4 with Looped); a drafter without one needs a number."""
-    draft_loops: int = _setting(Kind.INT32, -1, low=-1, high=MAX_LOOPS)
-    """d: loops of a looped target that draft (`Looped`). -1: half of them, rounded down."""
-    speculation_policy: str = _setting(
-        Kind.STRING, "fixed", choices=("fixed", "acceptance_ema", "goodput"), any_case=True
-    )
-    """Who chooses (K, d) round by round, from the candidates of `adaptive_spec_config`."""
-    adaptive_spec_config: str = _setting(Kind.STRING, "")  # file; empty: the preset of the model
-    adaptive_spec_cost_table: str = _setting(Kind.STRING, "")
-    adaptive_spec_cost_table_output: str = _setting(Kind.STRING, "")
     enable_probabilistic_draft: bool = _setting(Kind.BOOL, False)  # draw drafts with the target's own noise
     target_verify_width: int = _setting(Kind.INT32, -1, low=-1, high=MAX_DRAFT_STEPS)
     """Drafts verified of each request and round; -1: all. Checked against K here where K is a number."""
@@ -122,6 +110,15 @@ class SpeculationConfig:
     adaptive_target_verify_cost_table: str = _setting(Kind.STRING, "")
     adaptive_target_verify_cost_table_output: str = _setting(Kind.STRING, "")
     draft_quantization: str = _setting(Kind.STRING, "auto", choices=("auto", "none", "int8", "int4"))
+    draft_loops: int = _setting(Kind.INT32, -1, low=-1, high=MAX_LOOPS)
+    """d: loops of a looped target that draft (`Looped`). -1: half of them, rounded down."""
+    speculation_policy: str = _setting(
+        Kind.STRING, "fixed", choices=("fixed", "acceptance_ema", "goodput"), any_case=True
+    )
+    """Who chooses (K, d) round by round, from the candidates of `adaptive_spec_config`."""
+    adaptive_spec_config: str = _setting(Kind.STRING, "")  # file; empty: the preset of the model
+    adaptive_spec_cost_table: str = _setting(Kind.STRING, "")
+    adaptive_spec_cost_table_output: str = _setting(Kind.STRING, "")
 
     def __post_init__(self) -> None:
         _check_section(self)

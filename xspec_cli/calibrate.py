@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from xspec.config import Config
 from xspec.cost.bundle import check_output
 from xspec.errors import ConfigError
-from xspec.policy.requirements import SWITCHES, files_of
+from xspec.policy.requirements import SWITCHES, files_of, switched, switched_on
 from xspec.progress import Progress
 from xspec.setting import Kind
+from xspec_cli import calibrate_spec
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
 from xspec_cli.flags_types import command
 from xspec_cli.serve import begin
@@ -35,15 +36,18 @@ FLAGS = (
         Kind.STRING,
         "",
         "new Markdown file (.md) for the settings, the fit and the best width at each load; a picture of the "
-        "curves goes beside it as .png",
+        "curves goes beside it as .png; with --candidates_output one of offline sampling with its figures",
     ),
+    *calibrate_spec.FLAGS,
 )
 
 COMMAND = Command(
-    usage="xspec calibrate --enable_adaptive_draft_step|--enable_adaptive_target_verify [--flag=value ...]",
+    usage="xspec calibrate --enable_adaptive_draft_step|--enable_adaptive_target_verify|"
+    "--speculation_policy=POLICY [--flag=value ...]",
     about="Measure what rounds of an engine cost, as a start with the same flags would, and print the width "
-    "that these costs favour at each load. --adaptive_draft_step_cost_table_output or "
-    "--adaptive_target_verify_cost_table_output saves them for later starts.",
+    "that these costs favour at each load. --adaptive_draft_step_cost_table_output, "
+    "--adaptive_target_verify_cost_table_output or --adaptive_spec_cost_table_output saves them for later "
+    "starts. --candidates_output samples a looped model's (K, d) as well, for --adaptive_spec_config.",
     flags=FLAGS,
 )
 
@@ -55,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     report = check(launch)
     progress = begin(launch)
+    if launch.value(calibrate_spec.OUTPUT):
+        return calibrate_spec.run(launch, report, progress)
     # imported late: they load torch, which has to see the threads that begin() settled
     import asyncio
 
@@ -72,10 +78,10 @@ def main(argv: Sequence[str]) -> int:
 def check(launch: Launch) -> Path | None:
     """Exactly one control, and a report that can be written; ConfigError lists every mistake."""
     speculation = launch.config.speculation
-    on = [switch for switch in SWITCHES.values() if getattr(speculation, switch)]
+    on = [switched(speculation, control) for control in switched_on(speculation)]
     mistakes = []
     if len(on) != 1:
-        found = " and ".join(f"--{switch}=true" for switch in on) or "neither"
+        found = " and ".join(on) or "none of them"
         allowed = " or ".join(f"--{switch}" for switch in SWITCHES.values())
         mistakes.append(f"{allowed} says what is calibrated: found {found}; allowed: one of them")
     if trace := launch.config.execution.round_trace:
@@ -83,6 +89,7 @@ def check(launch: Launch) -> Path | None:
             f"--round_trace={trace}: there are no requests to trace here; allowed: serve and bench"
         )
     report = Path(launch.value("report")).expanduser() if launch.value("report") else None
+    mistakes += calibrate_spec.mistakes_of(launch, report)
     if report is not None:
         mistakes += _against_report(report, launch.config)
     if mistakes:
@@ -112,7 +119,8 @@ async def measure(config: Config, progress: Progress) -> Calibrated:
 
     from xspec.engine.build import build_parts, choose
 
-    choices = choose(config)
+    # Costs of (K, d) are those of all usual ones where no file names them, whatever candidates ship.
+    choices = choose(config, whole_grid=not config.speculation.adaptive_spec_config)
     assert choices.adaptation is not None  # one of the switches is on
     choices = dataclasses.replace(choices, adaptation=dataclasses.replace(choices.adaptation, cached=False))
     built = await build_parts(choices, progress=progress)

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from xspec.cost.bundle import Bundle
+from xspec.cost.fit import curves_of
 
 MISSING = "No picture of the curves: matplotlib is not installed (pip install 'xspec[plots]')."
 
 WIDTH_INCHES, HEIGHT_INCHES = 6.0, 4.5
+
+MARKERS = "os^Dv"
+"""By loops that draft."""
 
 
 def draw(bundle: Bundle, path: Path) -> bool:
@@ -30,14 +34,17 @@ def draw(bundle: Bundle, path: Path) -> bool:
 def _panel(bundle: Bundle, context: int, axes: Any) -> None:
     """Dots: measured. Lines: fitted, one for each request bucket where the curve tells them apart."""
     interval = bundle.effective.contexts[context]
-    for (at, steps), curve in sorted(bundle.table.curves.items()):
+    for (at, steps, depth), curve in curves_of(bundle.table).items():
         if at != context:
             continue
-        samples = [s for s in bundle.samples if (s.context, s.draft_steps) == (context, steps)]
-        colour = f"C{steps % 10}"
-        name = "plain" if steps == 0 else f"{steps} draft steps"
+        samples = [
+            s for s in bundle.samples if (s.context, s.draft_steps, s.depth or 0) == (context, steps, depth)
+        ]
+        colour, marker = f"C{steps % 10}", MARKERS[max(depth - 1, 0) % len(MARKERS)]
+        drafts = f"K {steps}, d {depth}" if depth else f"{steps} draft steps"
+        name = drafts if steps else "plain"
         rows = [s.target_rows for s in samples]
-        axes.plot(rows, [s.median_ms for s in samples], "o", color=colour, markersize=4, label=name)
+        axes.plot(rows, [s.median_ms for s in samples], marker, color=colour, markersize=4, label=name)
         for requests in sorted({s.requests for s in samples}):
             mine = sorted(s.target_rows for s in samples if s.requests == requests)
             axes.plot(mine, [curve.ms(requests, size) for size in mine], "-", color=colour, linewidth=1)

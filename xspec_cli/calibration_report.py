@@ -1,4 +1,5 @@
-"""What a calibration found, for people: settings, fit, and the width that its costs favour at each load.
+"""What a calibration found, for people: settings, fit, and the width that its costs favour at each load. For
+(K, d) it is the acceptance from which on each of them gains.
 
 Turns a bundle into Markdown; measures nothing and draws nothing.
 """
@@ -9,10 +10,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from xspec.calib.quality import Quality, Residual, describe, quality_of
+from xspec.calib.quality import Quality, Residual, describe, quality_of, steps_named
 from xspec.cost.bundle import Bundle, effective_json
+from xspec.cost.fit import curve_of, curves_of
+from xspec.cost.looped import off_acceptance
 from xspec.cost.model import Additive, Curve
-from xspec.cost.settings import Control
+from xspec.cost.settings import Control, Point
 
 RATES = (0.4, 0.6, 0.8)
 """Conditional acceptance rates that widths are compared at: that a draft is accepted if all before it were.
@@ -58,7 +61,7 @@ def best_width(bundle: Bundle, context: int, requests: int, rate: float) -> Widt
         padded = point.target_rows > point.requests * (point.draft_steps + 1)  # only there to connect the fit
         if (point.context, point.requests) != (context, requests) or padded:
             continue
-        ms = bundle.table.curves[context, point.draft_steps].ms(requests, point.target_rows)
+        ms = curve_of(bundle.table, point).ms(requests, point.target_rows)
         if ms is not None:
             tokens = expected_tokens(requests, point.target_rows, point.draft_steps, rate)
             widths.append(Width(point.draft_steps, requests, point.target_rows, 1e3 * tokens / ms))
@@ -66,10 +69,10 @@ def best_width(bundle: Bundle, context: int, requests: int, rate: float) -> Widt
 
 
 def summary(bundle: Bundle) -> str:
-    """The best widths, in a few lines for the terminal."""
+    """The best widths, or where (K, d) begin to gain, in a few lines for the terminal."""
     lines = [_fit_line(quality_of(bundle.table, bundle.samples))]
     for context in range(len(bundle.effective.contexts)):
-        lines += ["", _context_title(bundle, context), *_best_table(bundle, context)]
+        lines += ["", _context_title(bundle, context), *_load_table(bundle, context)]
     return "\n".join(lines)
 
 
@@ -82,12 +85,10 @@ def markdown(bundle: Bundle, picture: str) -> str:
         f"# Costs of rounds: {bundle.control} with {bundle.algorithm}",
         f"Measured {bundle.created_at}.",
         "\n".join(["| engine | |", "| --- | --- |", *facts]),
-        "## Predicted best width by load",
-        "Requests fill their bucket; drafts are accepted with the rate at the top if all before them were. "
-        "In each cell: the width whose predicted tokens a second are highest, and those.",
+        *_load_title(bundle.control),
     ]
     for context in range(len(bundle.effective.contexts)):
-        parts += [f"### {_context_title(bundle, context)}", "\n".join(_best_table(bundle, context))]
+        parts += [f"### {_context_title(bundle, context)}", "\n".join(_load_table(bundle, context))]
     parts += ["## Fit", _fit_line(quality)]
     parts += [f"Costs fall with more rows: {fall}." for fall in quality.falls]
     parts += [picture]
@@ -104,6 +105,53 @@ def _context_title(bundle: Bundle, context: int) -> str:
     return f"{interval.kv}, measured at a mean of {bundle.table.kv_means[context]:.0f} tokens"
 
 
+def _load_title(control: Control) -> tuple[str, str]:
+    if control is Control.SPEC:
+        return (
+            "## Where speculation begins to gain",
+            "K drafts with d loops as K@d. In each cell: ms of the round, and the draft acceptance from "
+            "which on it yields more tokens a second than plain rounds, (T / T_plain - 1) / K; above 1 "
+            "it never does.",
+        )
+    return (
+        "## Predicted best width by load",
+        "Requests fill their bucket; drafts are accepted with the rate at the top if all before them were. "
+        "In each cell: the width whose predicted tokens a second are highest, and those.",
+    )
+
+
+def _load_table(bundle: Bundle, context: int) -> Iterator[str]:
+    return (_gain_table if bundle.control is Control.SPEC else _best_table)(bundle, context)
+
+
+def _gain_table(bundle: Bundle, context: int) -> Iterator[str]:
+    """A row for each (K, d), a column for each bucket."""
+    points = [p for p in bundle.effective.points if p.context == context]
+    requests = sorted({p.requests for p in points})
+    by_pair: dict[tuple[int, int], dict[int, Point]] = {}
+    for point in points:
+        by_pair.setdefault((point.draft_steps, point.depth or 0), {})[point.requests] = point
+    plain = by_pair.get((0, 0), {})
+    yield _row(["K@d", *(f"{bucket} requests" for bucket in requests)])
+    yield _row(["---", *("---:" for _ in requests)])
+    for (steps, depth), measured in sorted(by_pair.items()):
+        name = f"{steps}@{depth}" if depth else str(steps)
+        cells = [_gain_cell(bundle, measured.get(bucket), plain.get(bucket)) for bucket in requests]
+        yield _row([name if steps else "plain", *cells])
+
+
+def _gain_cell(bundle: Bundle, point: Point | None, plain: Point | None) -> str:
+    ms, plain_ms = (
+        None if one is None else curve_of(bundle.table, one).ms(one.requests, one.target_rows)
+        for one in (point, plain)
+    )
+    if point is None or ms is None:
+        return ""
+    if not point.draft_steps or plain_ms is None:
+        return f"{ms:.2f}"
+    return f"{ms:.2f}, {max(off_acceptance(point.draft_steps, ms, plain_ms), 0.0):.2f}"
+
+
 def _best_table(bundle: Bundle, context: int) -> Iterator[str]:
     requests = sorted({p.requests for p in bundle.effective.points if p.context == context})
     yield _row(["requests", *(f"rate {rate:g}" for rate in RATES)])
@@ -114,13 +162,13 @@ def _best_table(bundle: Bundle, context: int) -> Iterator[str]:
 
 
 def _samples_table(residuals: Sequence[Residual]) -> Iterator[str]:
-    yield _row(["draft steps", "requests", "target rows", "KV", "windows ms", "median ms", "fit"])
+    yield _row(["drafts", "requests", "target rows", "KV", "windows ms", "median ms", "fit"])
     yield _row(["---:", "---:", "---:", "---:", "---", "---:", "---:"])
     for residual in residuals:
         sample = residual.sample
         yield _row(
             [
-                str(sample.draft_steps),
+                f"{sample.draft_steps}@{sample.depth}" if sample.depth else str(sample.draft_steps),
                 str(sample.requests),
                 str(sample.target_rows),
                 f"{sample.kv_length:.0f}",
@@ -140,8 +188,8 @@ def _fit_line(quality: Quality) -> str:
 
 
 def _curves(bundle: Bundle) -> Iterator[str]:
-    for (context, steps), curve in sorted(bundle.table.curves.items()):
-        yield f"- context {context}, {steps} draft steps: {_curve(curve)}"
+    for key, curve in curves_of(bundle.table).items():
+        yield f"- context {key[0]}, {steps_named(key)}: {_curve(curve)}"
     yield f"- a prompt token: {bundle.table.prefill_ms_per_token:.3f} ms"
 
 

@@ -79,7 +79,7 @@ MODEL_FLAGS: tuple[Flag, ...] = (
     honoured("max_model_len", MODEL,
              "most tokens of prompt and answer together; 0 is what the checkpoint says"),
     honoured("early_exit_threshold", MODEL,
-             "exit probability at which the head of a looped model with an exit gate reads; -1 is what "
+             "exit probability at which the head of a looped model with an exit gate reads; 0 is what "
              "the checkpoint says, 1 always the last loop; xLLM has no such flag"),
     refused("backend", MODEL, Kind.STRING, "", "kind of model: llm, vlm or dit", _TEXT_ONLY, also=("llm",)),
     refused("task", MODEL, Kind.STRING, "generate", "generate, embed or mm_embed",

@@ -22,9 +22,18 @@ from xspec.calib.quality import describe, disturbances, quality_of
 from xspec.calib.service import Service, service_of
 from xspec.config import Config
 from xspec.cost.bundle import Bundle, check_output, effective_json, read_bundle, write_bundle
-from xspec.cost.fit import fit_table
+from xspec.cost.fit import curves_of, fit_table
 from xspec.cost.model import CostTable
-from xspec.cost.settings import CalibrationSettings, Effective, Geometry, fit_shipped, resolve, to_json
+from xspec.cost.settings import (
+    CalibrationSettings,
+    Control,
+    Effective,
+    Geometry,
+    Pair,
+    fit_shipped,
+    resolve,
+    to_json,
+)
 from xspec.draft.choose import DraftChoice
 from xspec.exec.assemble import Assembly, ring_slots
 from xspec.exec.pipeline import Launcher, Pipeline
@@ -93,7 +102,7 @@ def calibrated_costs(
     output file exists, which is found out before anything is measured. EngineError if a round is lost.
     """
     width, control = choice.steps, adaptation.control
-    slots = ring_slots(config, platform)
+    slots, pairs = ring_slots(config, platform), pairs_of(adaptation, choice)
     engine = _Engine(
         adaptation,
         choice,
@@ -105,6 +114,8 @@ def calibrated_costs(
             control=control,
             dtype=parts.dtype,
             grid=parts.grid,
+            loops=parts.target.spec.loops,
+            pairs=pairs,
         ),
         Geometry(
             control=control,
@@ -114,11 +125,25 @@ def calibrated_costs(
             cache_tokens=parts.pool.usable_pages * config.cache.block_size,
             block_size=config.cache.block_size,
             slots=slots,
+            pairs=pairs,
         ),
         lambda lanes: parts.tiers.of(lanes, width),
         lambda: service_of(config, platform, parts, Pipeline(parts.runner, launcher, slots), clock_s),
     )
     return _load_or_calibrate(engine, progress)
+
+
+def pairs_of(adaptation: Adaptation, choice: DraftChoice) -> tuple[Pair, ...]:
+    """The (K, d) that costs are wanted of: the candidates, without any all that are prepared. Ascending."""
+    if adaptation.control is not Control.SPEC:
+        return ()
+    config = None if adaptation.spec is None else adaptation.spec.config
+    if config is not None:
+        named = {(one.draft_steps, one.draft_loops) for one in config.candidates}
+    else:
+        depths: tuple[int | None, ...] = choice.loops or (None,)
+        named = {(steps, depth) for steps in choice.widths or (choice.steps,) for depth in depths}
+    return tuple(sorted(named, key=lambda pair: (pair[0], pair[1] or 0)))
 
 
 def _load_or_calibrate(engine: _Engine, progress: Progress) -> Calibrated:
@@ -260,13 +285,15 @@ def _deviations(adaptation: Adaptation, settings: CalibrationSettings) -> tuple[
 
 
 def coverage(table: CostTable) -> list[dict[str, Any]]:
-    """KV lengths by context, and for each number of draft steps the rows that costs are known for."""
+    """KV lengths by context, and for each number of draft steps (with loops, K@d) the rows that costs are
+    known for."""
+    curves = curves_of(table)
     return [
         {
             "kv_length": [context.min_kv_length, context.max_kv_length],
             "draft_steps": {
-                str(steps): [curve.target_rows[0], curve.target_rows[-1]]
-                for (at, steps), curve in sorted(table.curves.items())
+                f"{steps}@{depth}" if depth else str(steps): [curve.target_rows[0], curve.target_rows[-1]]
+                for (at, steps, depth), curve in curves.items()
                 if at == index
             },
         }

@@ -5,6 +5,7 @@ Reads flags and the files they name, before anything is loaded; measures nothing
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,58 @@ from xspec.cost.settings import (
     parse_calibration,
     shipped_calibration,
 )
-from xspec.draft.choose import DraftChoice
+from xspec.draft.choose import Candidates, DraftChoice
 from xspec.errors import ConfigError, UnsupportedError
 from xspec.exec.assemble import Speculation
 from xspec.platform.base import Platform
+from xspec.policy.make_spec import ACCEPTANCE_EMA, FIXED, GOODPUT
 from xspec.policy.requirements import adaptive_refusals, calibration_with_table, control_of
 from xspec.policy.settings import DraftStepSettings, parse_draft_step_config
+from xspec.policy.spec_config import AdaptiveSpecConfig
+from xspec.policy.spec_files import PRESETS, load_spec_config, preset
+
+
+@dataclass(frozen=True, slots=True)
+class SpecChoice:
+    """--speculation_policy other than fixed. `config` None: no candidates were given, nor are any shipped."""
+
+    policy: str
+    config: AdaptiveSpecConfig | None
+    source: str
+
+    @property
+    def candidates(self) -> Candidates:
+        return Candidates() if self.config is None else Candidates(self.config.steps, self.config.depths)
+
+    @property
+    def measures(self) -> bool:
+        """Whether costs are needed: acceptance_ema does without where every candidate says when it is off."""
+        told = self.config is not None and all(one.off is not None for one in self.config.candidates)
+        return self.policy == GOODPUT or not told
+
+
+def choose_spec(config: Config, model: Path, *, whole_grid: bool = False) -> SpecChoice | None:
+    """What --speculation_policy and its file say of the model at `model`; None: nothing chooses (K, d).
+
+    Without a file the preset of that name is taken, if there is one. ConfigError if candidates are needed
+    and there are none; `whole_grid` takes none and needs none.
+    """
+    policy, file = config.speculation.speculation_policy, config.speculation.adaptive_spec_config
+    if policy == FIXED:
+        return None
+    if whole_grid:
+        return SpecChoice(policy, None, "the whole grid")
+    if file:
+        return SpecChoice(policy, load_spec_config(file), f"--adaptive_spec_config={file}")
+    name = re.sub("[-_]+", "_", model.resolve().name.lower())
+    if name in PRESETS:
+        return SpecChoice(policy, preset(name), f"calib_configs/{name}.json")
+    if policy == ACCEPTANCE_EMA:
+        raise ConfigError(
+            f"--speculation_policy={policy} moves along candidates, and none come with {model.name}: "
+            f"give --adaptive_spec_config=FILE (xspec calibrate makes one; presets: {', '.join(PRESETS)})"
+        )
+    return SpecChoice(policy, None, "no candidates given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +89,22 @@ class Adaptation:
     source: str
     shipped: bool = False
     policy: DraftStepSettings = DraftStepSettings()
+    spec: SpecChoice | None = None
     table: Path | None = None
     table_flag: str = ""
     output: Path | None = None
     output_flag: str = ""
     cached: bool = False  # measured once, then kept in the user's cache folder
 
+    @property
+    def measures(self) -> bool:
+        """Whether the policy is to have costs, measured or loaded."""
+        return self.spec is None or self.table is not None or self.output is not None or self.spec.measures
 
-def choose_adaptation(config: Config, platform: Platform, choice: DraftChoice | None) -> Adaptation | None:
+
+def choose_adaptation(
+    config: Config, platform: Platform, choice: DraftChoice | None, spec: SpecChoice | None = None
+) -> Adaptation | None:
     """None: nothing adapts. All reasons against the flags come at once; files are read and checked."""
     algorithm, steps = (None, 0) if choice is None else (choice.algorithm, choice.steps)
     reasons = adaptive_refusals(config, algorithm, steps)
@@ -79,6 +134,7 @@ def choose_adaptation(config: Config, platform: Platform, choice: DraftChoice | 
         source=source,
         shipped=shipped is not None,
         policy=policy,
+        spec=spec,
         table=table,
         table_flag=name,
         output=output,
@@ -93,9 +149,11 @@ def speculation_of(
     """What must be captured for the policy `adaptation` asks for and the fixed ones it is compared to."""
     if choice is None or choice.verify == 0:
         return Speculation()
-    if choice.loops:
-        pairs = tuple((choice.steps, depth) for depth in choice.loops)
-        return Speculation(steps=(choice.steps,), widths=(choice.steps,), pairs=pairs)
+    if choice.widths or choice.loops:
+        steps = choice.widths or (choice.steps,)
+        pairs = tuple((k, depth) for k in steps for depth in choice.loops)
+        shadows = adaptation is not None and adaptation.spec is not None and adaptation.spec.policy == GOODPUT
+        return Speculation(steps=steps, widths=steps, pairs=pairs, shadows=shadows and bool(pairs))
     if adaptation is None:
         return Speculation(steps=(choice.steps,), widths=(choice.verify,))
     if adaptation.control is Control.TARGET_VERIFY:
@@ -130,6 +188,8 @@ def _settings(
     config: SpeculationConfig, control: Control
 ) -> tuple[DraftStepSettings, CalibrationSettings | None, str]:
     """Policy and calibration as the control's own file has them; None where it leaves the latter out."""
+    if control is Control.SPEC:
+        return DraftStepSettings(), None, ""
     if control is Control.DRAFT_STEP:
         flag, path = "adaptive_draft_step_config", config.adaptive_draft_step_config
         if not path:

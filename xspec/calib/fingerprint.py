@@ -6,7 +6,7 @@ Reads files and settings, runs nothing. What a fact's absence or change means is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +15,7 @@ import torch
 from xspec import __version__
 from xspec.config import Config
 from xspec.core.shapes import BucketGrid
-from xspec.cost.settings import Control
+from xspec.cost.settings import Control, Pair
 from xspec.draft.choose import DraftChoice
 from xspec.errors import CheckpointError
 from xspec.exec.assemble import draft_quantization, ring_slots
@@ -39,16 +39,24 @@ def fingerprint(
     control: Control,
     dtype: torch.dtype,
     grid: BucketGrid,
+    loops: int = 1,
+    pairs: Sequence[Pair] = (),
 ) -> Fingerprint:
     """Everything the cost of a round depends on, apart from what the round itself says (its shape and KV
     length).
 
     How rounds are filled (token and chunk limits, admission) is left out: it decides which rounds run, not
-    what they cost. Only `torch_patch` may differ between the table and the engine that loads it.
+    what they cost. Only `torch_patch` may differ between the table and the engine that loads it, and of
+    `pairs`, the (K, d) to choose among, a table may have more.
     """
     execution, scheduler = config.execution, config.scheduler
     backend = execution.python_graph_backend
+    chosen: Fingerprint = {}
+    if control is Control.SPEC:
+        named = ",".join(str(k) if d is None else f"{k}@{d}" for k, d in pairs)
+        chosen = {"loops": loops, "pairs": named}
     return {
+        **chosen,
         "control": str(control),
         "algorithm": choice.algorithm,
         "draft_width": choice.steps,

@@ -153,10 +153,13 @@ class _Run:
             self._decode(point, window if index >= skipped else None)
 
     def _leaves_context(self, point: Point, rounds: int) -> bool:
-        """Whether the requests will surely outgrow the context's KV lengths, though new ones would not."""
-        context = self._effective.contexts[point.context]
-        fresh = context.prefill_tokens + 1 + rounds
-        return fresh <= context.max_kv_length < self._crew.length_now + rounds
+        """Whether the requests will surely outgrow the context's KV lengths, or what they may grow by, though
+        new ones would not."""
+        context, growth = self._effective.contexts[point.context], self._effective.kv_growth
+        fresh, most = context.prefill_tokens + 1 + rounds, context.max_kv_length
+        if growth is not None:
+            most = min(most, context.prefill_tokens + growth)
+        return fresh <= most < self._crew.length_now + rounds
 
     def _misfit(self, point: Point, rounds: int) -> str:
         """How model or cache might not hold all that so many rounds may commit; empty if they surely do."""
@@ -287,9 +290,11 @@ def _check(sent: _Sent, feedback: RoundFeedback) -> None:
         expected = (0, 0, shape.target_rows, shape.prefill_tokens)
     else:
         expected = (point.requests, point.requests if point.draft_steps else 0, point.target_rows, 0)
-    if ran != expected or feedback.plan.draft_steps != (0 if point is None else point.draft_steps):
+    plan, wanted = feedback.plan, (0, None) if point is None else (point.draft_steps, point.depth)
+    if ran != expected or (plan.draft_steps, plan.depth) != wanted:
+        loops = "" if plan.depth is None else f" with {plan.depth} loops"
         raise EngineError(
-            f"calibrating {sent.where}: a round drafted {feedback.plan.draft_steps} steps for {ran[0]} "
+            f"calibrating {sent.where}: a round drafted {plan.draft_steps} steps{loops} for {ran[0]} "
             f"requests on {ran[1]} draft rows, {ran[2]} target rows and {ran[3]} prefill tokens"
         )
 
@@ -302,13 +307,15 @@ def _sample(point: Point, windows: Sequence[_Window]) -> Sample:
         context=point.context,
         kv_length=statistics.fmean(length for window in windows for length in window.kv_lengths),
         windows_ms=tuple(statistics.median(window.intervals_ms) for window in windows),
+        depth=point.depth,
     )
 
 
 def _describe(point: Point) -> str:
+    loops = "" if point.depth is None else f" with {point.depth} loops"
     return (
-        f"draft steps {point.draft_steps}, {point.requests} requests, {point.target_rows} target rows, "
-        f"context {point.context}"
+        f"draft steps {point.draft_steps}{loops}, {point.requests} requests, "
+        f"{point.target_rows} target rows, context {point.context}"
     )
 
 

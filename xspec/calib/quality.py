@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from xspec.cost.bundle import Bundle
-from xspec.cost.fit import relative_residuals
+from xspec.cost.fit import CurveKey, curve_of, curves_of, relative_residuals
 from xspec.cost.model import CostTable, Sample, monotone_violations
 
 DISTURBED = 0.2
@@ -51,14 +51,13 @@ class Quality:
 def quality_of(table: CostTable, samples: Sequence[Sample]) -> Quality:
     residuals = []
     for sample in samples:
-        curve = table.curves[sample.context, sample.draft_steps]
-        residuals.append(Residual(sample, relative_residuals(curve, [sample])[0]))
+        residuals.append(Residual(sample, relative_residuals(curve_of(table, sample), [sample])[0]))
     falls = []
-    for (context, steps), curve in sorted(table.curves.items()):
+    for key, curve in curves_of(table).items():
         found = monotone_violations(curve)
         for dearest, of_dearest in groupby(found, key=lambda fall: (fall[0], fall[2])):
             cheaper = ", ".join(f"{more} rows {ms:.2f}" for _, more, _, ms in of_dearest)
-            where = f"context {context}, {steps} draft steps"
+            where = f"context {key[0]}, {steps_named(key)}"
             falls.append(f"{where}: {dearest[0]} rows cost {dearest[1]:.2f} ms, {cheaper}")
     return Quality(tuple(residuals), tuple(falls))
 
@@ -70,9 +69,9 @@ def disturbances(bundle: Bundle) -> list[str]:
     fifth above the fastest, if they are more than a tenth of all points.
     """
     found = []
-    for (context, steps), curve in sorted(bundle.table.curves.items()):
+    for key, curve in curves_of(bundle.table).items():
         for few, more, dear, cheap in monotone_violations(curve, tolerance=FALL):
-            where = f"{steps} draft steps, context {context}"
+            where = f"{steps_named(key)}, context {key[0]}"
             found.append(f"{where}: {few} rows cost {dear:.1f} ms and {more} rows {cheap:.1f} ms")
     uneven = [sample for sample in bundle.samples if sample.spread > DISTURBED]
     if len(uneven) > TOLERATED * len(bundle.samples):
@@ -83,8 +82,11 @@ def disturbances(bundle: Bundle) -> list[str]:
     return found
 
 
+def steps_named(key: CurveKey) -> str:
+    """In words, without the context."""
+    return f"{key[1]} draft steps" + (f" with {key[2]} loops" if key[2] else "")
+
+
 def describe(sample: Sample) -> str:
-    return (
-        f"{sample.draft_steps} draft steps, {sample.requests} requests, {sample.target_rows} target rows, "
-        f"context {sample.context}"
-    )
+    steps = steps_named((sample.context, sample.draft_steps, sample.depth or 0))
+    return f"{steps}, {sample.requests} requests, {sample.target_rows} target rows, context {sample.context}"

@@ -72,6 +72,7 @@ class ProbePolicy:
             view.plan_id,
             self.name,
             draft_steps=point.draft_steps,
+            depth=point.depth,
             target_rows=None if point.target_rows == full else point.target_rows,
         )
 

@@ -15,16 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xspec.cost.bundle_json import (
-    FORMAT,
-    VERSION,
-    Bundle,
-    RawBundle,
-    decode,
-    effective_json,
-    encode,
-    read_raw,
-)
+from xspec.cost.bundle_json import FORMAT, VERSION, Bundle, decode, effective_json, encode
+from xspec.cost.bundle_raw import RawBundle, read_raw
 from xspec.cost.legacy import bare_table, everywhere, read_bare
 from xspec.cost.model import CostTable
 from xspec.cost.read import read_json
@@ -46,7 +38,14 @@ __all__ = [
 SOFT_KEYS = ("torch_patch", "driver")
 """Facts of a fingerprint that may change with a warning: costs hardly depend on them."""
 
-DOING = {Control.DRAFT_STEP: "adapting draft steps", Control.TARGET_VERIFY: "adapting target verification"}
+PAIRS_KEY = "pairs"
+"""A fact that a table may have more of than is launched: every (K, d) is measured by itself."""
+
+DOING = {
+    Control.DRAFT_STEP: "adapting draft steps",
+    Control.TARGET_VERIFY: "adapting target verification",
+    Control.SPEC: "choosing (K, d)",
+}
 
 BARE_ALGORITHM = "DSpark"
 """What bare tables were measured with: target verification of no other algorithm ever used them."""
@@ -148,8 +147,8 @@ def read_bundle(
 
     CalibrationError, with every reason at once, if the file is no cost table, was measured for another
     control, algorithm or width, differs in any fact of the fingerprint but the soft ones, or contradicts
-    itself. A bare legacy table has no fingerprint: its width counts, and a warning says that nothing else
-    was checked.
+    itself. Where (K, d) is chosen, the table may have more of them than the launch, of other widths too. A
+    bare legacy table has no fingerprint: its width counts, and a warning says that nothing else was checked.
     """
     where = _where(path, flag)
     content = _content(path, where)
@@ -232,7 +231,7 @@ def _strangers(
             f"it was measured with {raw.algorithm} drafts, but this launch drafts with {algorithm}: "
             "their costs never stand for each other"
         )
-    if raw.draft_width != draft_width:
+    if raw.draft_width != draft_width and control is not Control.SPEC:
         reasons["draft_width"] = (
             f"it was measured with {raw.draft_width} drafts a request, but this launch has {draft_width}: "
             "costs of one width never stand for another"
@@ -247,11 +246,22 @@ def _differences(
     ours, theirs = _facts(saved), _facts(launched)
     hard: list[str] = []
     soft: list[str] = []
+    paired = PAIRS_KEY in ours and PAIRS_KEY in theirs
     for key in sorted({*ours, *theirs} - {*told}):
+        if paired and key in (PAIRS_KEY, "draft_width"):
+            if key == PAIRS_KEY and (missing := _missing_pairs(saved[key], launched[key])):
+                hard.append(f"{key}: the table lacks {missing}, which this launch may choose")
+            continue
         one, two = ours.get(key, "nothing"), theirs.get(key, "nothing")
         if one != two:
             (soft if key in soft_keys else hard).append(f"{key}: the table has {one}, this launch {two}")
     return hard, soft
+
+
+def _missing_pairs(saved: Any, launched: Any) -> str:
+    """What of the launch the table has no costs of; both are lists in a string, as the fingerprint has it."""
+    there = str(saved).split(",")
+    return ", ".join(pair for pair in str(launched).split(",") if pair not in there)
 
 
 def _facts(fingerprint: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -10,23 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from xspec.config import MAX_DRAFT_STEPS
-from xspec.cost.fit import fit_table
+from xspec.cost.bundle_raw import RawBundle, key_named
+from xspec.cost.fit import curves_of, fit_table
 from xspec.cost.model import Additive, CostTable, Curve, Sample, Sps
-from xspec.cost.read import (
-    BadValue,
-    Reader,
-    choice,
-    count,
-    counts,
-    listing,
-    mapping,
-    number,
-    read_object,
-    record,
-    refusal,
-    text,
-)
 from xspec.cost.settings import Control, Effective, Geometry, parse_calibration, resolve, to_json
 from xspec.errors import CalibrationError
 
@@ -56,34 +42,6 @@ class Bundle:
     created_at: str
 
 
-@dataclass(frozen=True, slots=True)
-class RawBundle:
-    """A bundle whose values are of the right kinds; whether they agree with each other is not known yet."""
-
-    format: str
-    version: int
-    created_at: str
-    control: str
-    algorithm: str
-    draft_width: int
-    fingerprint: dict[str, Any]
-    settings: dict[str, Any]
-    captured: RawGeometry
-    samples: tuple[Sample, ...]
-    curves: dict[tuple[int, int], Curve]
-    prefill_ms_per_token: float
-
-
-@dataclass(frozen=True, slots=True)
-class RawGeometry:
-    request_buckets: tuple[int, ...]
-    max_model_len: int
-    cache_tokens: int
-    block_size: int
-    slots: int
-    target_tiers: dict[int, tuple[int, ...]]
-
-
 # -- writing --------------------------------------------------------------------------------------
 
 
@@ -100,8 +58,13 @@ def encode(bundle: Bundle) -> dict[str, Any]:
         **effective_json(bundle.effective),
         "prefill_ms_per_token": bundle.table.prefill_ms_per_token,
         "curves": [
-            {"context": context, "draft_steps": steps, **curve_json(curve)}
-            for (context, steps), curve in sorted(bundle.table.curves.items())
+            {
+                "context": context,
+                "draft_steps": steps,
+                **({"depth": depth} if depth else {}),
+                **curve_json(curve),
+            }
+            for (context, steps, depth), curve in curves_of(bundle.table).items()
         ],
         "samples": [_values(sample) for sample in bundle.samples],
     }
@@ -110,7 +73,7 @@ def encode(bundle: Bundle) -> dict[str, Any]:
 def effective_json(effective: Effective) -> dict[str, Any]:
     """`settings` with no default left out, and the `captured` geometry they were resolved on."""
     geometry = effective.geometry
-    captured = {
+    captured: dict[str, Any] = {
         "request_buckets": list(geometry.request_buckets),
         "max_model_len": geometry.max_model_len,
         "cache_tokens": geometry.cache_tokens,
@@ -118,6 +81,8 @@ def effective_json(effective: Effective) -> dict[str, Any]:
         "slots": geometry.slots,
         "target_tiers": {str(bucket): list(rows) for bucket, rows in effective.captured_tiers.items()},
     }
+    if geometry.pairs:
+        captured["pairs"] = [[steps] if depth is None else [steps, depth] for steps, depth in geometry.pairs]
     return {"settings": to_json(effective.as_settings()), "captured": captured}
 
 
@@ -131,19 +96,11 @@ def _model(curve: Curve) -> str:
 
 def _values(value: Sample | Curve) -> dict[str, Any]:
     held = {item.name: getattr(value, item.name) for item in fields(value) if item.name != "clamped"}
-    return {name: list(item) if isinstance(item, tuple) else item for name, item in held.items()}
+    given = {name: item for name, item in held.items() if item is not None}
+    return {name: list(item) if isinstance(item, tuple) else item for name, item in given.items()}
 
 
 # -- reading --------------------------------------------------------------------------------------
-
-
-def read_raw(content: Mapping[str, Any], where: str) -> RawBundle:
-    """The values of a bundle, or a CalibrationError with everything that is missing, unknown or of no use."""
-    mistakes: list[str] = []
-    values = read_object(content, _READERS, "", mistakes, needed=_READERS)
-    if mistakes:
-        raise CalibrationError(f"{where} is no valid cost table", mistakes)
-    return RawBundle(**values)
 
 
 def decode(raw: RawBundle, where: str) -> Bundle:
@@ -177,6 +134,7 @@ def _effective(raw: RawBundle, where: str) -> Effective:
         cache_tokens=captured.cache_tokens,
         block_size=captured.block_size,
         slots=captured.slots,
+        pairs=captured.pairs,
     )
     effective = resolve(settings, geometry, lambda lanes: captured.target_tiers.get(lanes, ()))
     saved, meant = to_json(settings), to_json(effective.as_settings())
@@ -186,6 +144,8 @@ def _effective(raw: RawBundle, where: str) -> Effective:
         for key in sorted({*saved, *meant})
         if saved.get(key) != meant.get(key)
     ]
+    if captured.pairs and geometry.control is not Control.SPEC:
+        reasons.append(f"captured: pairs are only of control {Control.SPEC}, found {raw.control}")
     if captured.target_tiers != dict(effective.captured_tiers):
         buckets = ", ".join(map(str, effective.captured_tiers)) or "none"
         reasons.append(f"captured: target_tiers must be given for request buckets {buckets}, and no others")
@@ -210,16 +170,19 @@ def _table(raw: RawBundle, effective: Effective) -> CostTable:
                 f"samples[{index}]: a mean KV length of {sample.kv_length:g} after {context.prefill_tokens} "
                 f"tokens of prefill in {context.kv}"
             )
-    for key in sorted({*raw.curves, *refit.curves}):
-        named = f"curve of context {key[0]}, {key[1]} drafts"
-        saved, fitted = raw.curves.get(key), refit.curves.get(key)
+    refitted = curves_of(refit)
+    for key in sorted({*raw.curves, *refitted}):
+        named = f"curve of {key_named(key)}"
+        saved, fitted = raw.curves.get(key), refitted.get(key)
         if saved is None or fitted is None:
             reasons.append(f"{named}: {'missing' if saved is None else 'no samples of it'}")
         else:
             reasons.extend(f"{named}: {reason}" for reason in _unlike(saved, fitted))
     if reasons:
         raise CalibrationError("the curves are not those of the samples", reasons)
-    return CostTable(refit.contexts, raw.curves, refit.kv_means, raw.prefill_ms_per_token)
+    curves = {key[:2]: curve for key, curve in raw.curves.items() if not key[2]}
+    looped = {key: curve for key, curve in raw.curves.items() if key[2]}
+    return CostTable(refit.contexts, curves, refit.kv_means, raw.prefill_ms_per_token, looped)
 
 
 def _unlike(saved: Curve, fitted: Curve) -> Iterator[str]:
@@ -247,98 +210,3 @@ def _as_list(value: Any) -> list[float]:
 
 def _shown(values: list[float]) -> str:
     return ", ".join(f"{value:.9g}" for value in values)
-
-
-# -- readers --------------------------------------------------------------------------------------
-
-
-def _curves(value: Any, where: str, mistakes: list[str]) -> dict[tuple[int, int], Curve]:
-    """Curves by (context, draft steps)."""
-    found: dict[tuple[int, int], Curve] = {}
-    for index, item in enumerate(listing(mapping, "curves")(value, where, mistakes)):
-        place = f"{where}[{index}]"
-        readers = _CURVES.get(str(item.get("model")))
-        if readers is None:
-            mistakes.append(refusal(f"{place}.model", item.get("model"), '"sps", "additive"'))
-            continue
-        before = len(mistakes)
-        held = read_object(item, readers, place, mistakes, needed=readers)
-        if len(mistakes) > before:
-            continue
-        key = (held.pop("context"), held.pop("draft_steps"))
-        if key in found:
-            mistakes.append(f"{place}: a second curve of context {key[0]}, {key[1]} drafts")
-        try:
-            found[key] = Sps(**held) if held.pop("model") == "sps" else Additive(**held)
-        except CalibrationError as error:
-            mistakes.append(f"{place}: {error}")
-    return found
-
-
-def _tiers(value: Any, where: str, mistakes: list[str]) -> dict[int, tuple[int, ...]]:
-    """Captured rows by request bucket, whose numbers are the keys."""
-    found = {}
-    for key, rows in mapping(value, where, mistakes).items():
-        if not (key.isascii() and key.isdigit() and 0 < len(key) < 10 and key[0] != "0"):
-            raise BadValue(refusal(where, key, "request buckets as keys"))
-        found[int(key)] = counts(rows, f"{where}.{key}", mistakes)
-    return dict(sorted(found.items()))
-
-
-_positive = number(0.0, above=True)
-_positives = listing(_positive, "positive numbers")
-_numbers = listing(number(float("-inf")), "numbers")
-_rows = listing(count(1), "row counts")
-
-_SAMPLE: Mapping[str, Reader] = {
-    "draft_steps": count(0),
-    "requests": count(1),
-    "target_rows": count(1),
-    "context": count(0),
-    "kv_length": _positive,
-    "windows_ms": _positives,
-}
-
-_CURVES: Mapping[str, Mapping[str, Reader]] = {
-    "sps": {
-        "context": count(0),
-        "draft_steps": count(0),
-        "model": text,
-        "target_rows": _rows,
-        "steps_per_second": _positives,
-    },
-    "additive": {
-        "context": count(0),
-        "draft_steps": count(0),
-        "model": text,
-        "bias_s": number(float("-inf")),
-        "requests": _rows,
-        "alpha_s": _numbers,
-        "target_rows": _rows,
-        "theta_s": _numbers,
-    },
-}
-
-_GEOMETRY: Mapping[str, Reader] = {
-    "request_buckets": counts,
-    "max_model_len": count(1),
-    "cache_tokens": count(1),
-    "block_size": count(1),
-    "slots": count(1),
-    "target_tiers": _tiers,
-}
-
-_READERS: Mapping[str, Reader] = {
-    "format": text,
-    "version": count(1),
-    "created_at": text,
-    "control": choice(tuple(control.value for control in Control)),
-    "algorithm": text,
-    "draft_width": count(1, MAX_DRAFT_STEPS),
-    "fingerprint": mapping,
-    "settings": mapping,
-    "captured": record(RawGeometry, _GEOMETRY, needed=_GEOMETRY),
-    "prefill_ms_per_token": number(0.0),
-    "curves": _curves,
-    "samples": listing(record(Sample, _SAMPLE, needed=_SAMPLE), "samples"),
-}

@@ -15,6 +15,9 @@ from xspec.cost.model import LONGEST_ROUND_S, Additive, CostTable, Curve, Sample
 from xspec.cost.settings import Effective, Point
 from xspec.errors import CalibrationError
 
+CurveKey = tuple[int, int, int]
+"""(context, draft steps, depth), the last 0 where no loops draft."""
+
 
 def fit_sps(samples: Sequence[Sample]) -> Sps:
     """Steps per second by target rows. Buckets that share rows: their mean cost, as least squares has it."""
@@ -64,26 +67,47 @@ def fit_additive(samples: Sequence[Sample]) -> Additive:
 
 
 def fit_table(effective: Effective, samples: Sequence[Sample], prefill_ms_per_token: float) -> CostTable:
-    """One curve for every (context, draft steps) of the settings, from samples of exactly their points.
+    """One curve for every (context, draft steps, depth) of the settings, from samples of exactly their
+    points.
 
     Plain rounds have one target row a lane, so their cost is one over target rows under either model.
     """
     check_coverage(effective.points, samples)
     curves: dict[tuple[int, int], Curve] = {}
-    for key in sorted({(sample.context, sample.draft_steps) for sample in samples}):
-        mine = [sample for sample in samples if (sample.context, sample.draft_steps) == key]
-        additive = effective.model == "additive" and key[1] > 0
-        curves[key] = fit_additive(mine) if additive else fit_sps(mine)
+    looped: dict[tuple[int, int, int], Curve] = {}
+    for context, steps, depth in sorted({_key(sample) for sample in samples}):
+        mine = [sample for sample in samples if _key(sample) == (context, steps, depth)]
+        curve = fit_additive(mine) if effective.model == "additive" and steps else fit_sps(mine)
+        if depth:
+            looped[context, steps, depth] = curve
+        else:
+            curves[context, steps] = curve
     means = []
     for index in range(len(effective.contexts)):
         lengths = [sample.kv_length for sample in _sorted(samples) if sample.context == index]
         means.append(math.fsum(lengths) / len(lengths))
-    return CostTable(effective.contexts, curves, tuple(means), prefill_ms_per_token)
+    return CostTable(effective.contexts, curves, tuple(means), prefill_ms_per_token, looped)
+
+
+def curves_of(table: CostTable) -> dict[CurveKey, Curve]:
+    """Every curve of a table, ascending."""
+    plain: dict[CurveKey, Curve] = {(*key, 0): curve for key, curve in table.curves.items()}
+    return dict(sorted({**plain, **table.looped}.items()))
+
+
+def curve_of(table: CostTable, place: Sample | Point) -> Curve:
+    """The curve that a measured point belongs to; KeyError if there is none."""
+    context, steps, depth = _key(place)
+    return table.looped[context, steps, depth] if depth else table.curves[context, steps]
+
+
+def _key(place: Sample | Point) -> CurveKey:
+    return place.context, place.draft_steps, (place.depth or 0) if place.draft_steps else 0
 
 
 def check_coverage(points: Sequence[Point], samples: Sequence[Sample]) -> None:
     """CalibrationError unless every point was measured once and nothing else was; it says what differs."""
-    found = Counter(Point(s.context, s.draft_steps, s.requests, s.target_rows) for s in samples)
+    found = Counter(Point(s.context, s.draft_steps, s.requests, s.target_rows, s.depth) for s in samples)
     wanted = set(points)
     reasons = [f"not measured: {_named(point)}" for point in points if point not in found]
     reasons += [f"not asked for: {_named(point)}" for point in found if point not in wanted]
@@ -126,12 +150,21 @@ def _check(samples: Sequence[Sample]) -> None:
 def _sorted(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(
         samples,
-        key=lambda s: (s.context, s.draft_steps, s.requests, s.target_rows, s.kv_length, s.windows_ms),
+        key=lambda s: (
+            s.context,
+            s.draft_steps,
+            s.depth or 0,
+            s.requests,
+            s.target_rows,
+            s.kv_length,
+            s.windows_ms,
+        ),
     )
 
 
 def _named(place: Sample | Point) -> str:
+    loops = f" with {place.depth} loops" if place.depth else ""
     return (
-        f"context {place.context}, {place.draft_steps} drafts, {place.requests} requests, "
+        f"context {place.context}, {place.draft_steps} drafts{loops}, {place.requests} requests, "
         f"{place.target_rows} target rows"
     )

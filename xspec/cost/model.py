@@ -24,9 +24,12 @@ LONGEST_ROUND_S = 1e6
 class CostsAt(Protocol):
     """Costs for a batch whose KV lengths are settled."""
 
-    def round_ms(self, draft_steps: int, requests: int, target_rows: int) -> float | None:
+    def round_ms(
+        self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None
+    ) -> float | None:
         """A decode round that drafts `draft_steps` tokens (0: plain) for `requests` padded lanes and
-        verifies on `target_rows` padded rows. None: not measured."""
+        verifies on `target_rows` padded rows. `depth`: loops that a looped target drafts with; None for
+        other drafters, of no meaning in a plain round. None: not measured."""
 
 
 class Costs(Protocol):
@@ -50,6 +53,7 @@ class Sample:
     context: int  # index of the context interval
     kv_length: float  # mean KV length of the requests while it was measured
     windows_ms: tuple[float, ...]  # median round of each window
+    depth: int | None = None  # loops that drafted, of a looped target
 
     @property
     def median_ms(self) -> float:
@@ -129,7 +133,8 @@ Curve = Sps | Additive
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Curves by (index of the context interval, draft steps), and what they were measured at.
+    """Curves by (index of the context interval, draft steps), and what they were measured at. Of a looped
+    target they are those of its plain rounds, and `looped` has the others by (context, draft steps, depth).
 
     With several contexts, the cost at a KV length is interpolated linearly between the KV lengths that the
     contexts were measured at (continued level at both ends), and a batch's cost is the mean over its
@@ -140,6 +145,7 @@ class CostTable:
     curves: Mapping[tuple[int, int], Curve]
     kv_means: tuple[float, ...]  # mean KV length each context was measured at, ascending
     prefill_ms_per_token: float
+    looped: Mapping[tuple[int, int, int], Curve] = field(default_factory=dict)
     # By KV length, as lengths come up: this is asked every round, for lengths below the model's context.
     _places: dict[int, tuple[int, float] | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -159,8 +165,10 @@ class CostTable:
                 "the mean KV lengths that contexts were measured at must be positive and grow from context "
                 f"to context, found {', '.join(f'{kv:g}' for kv in self.kv_means)}"
             )
-        if any(not 0 <= context < len(self.contexts) for context, _ in self.curves):
+        if any(not 0 <= key[0] < len(self.contexts) for key in (*self.curves, *self.looped)):
             raise CalibrationError(f"a curve for a context that is none of 0 to {len(self.contexts) - 1}")
+        if any(steps < 1 or depth < 1 for _, steps, depth in self.looped):
+            raise CalibrationError("a curve of a looped draft needs draft steps and a depth from 1")
         if not math.isfinite(self.prefill_ms_per_token) or self.prefill_ms_per_token < 0:
             raise CalibrationError(
                 f"prefill_ms_per_token must be 0 or more, found {self.prefill_ms_per_token}"
@@ -173,7 +181,7 @@ class CostTable:
         if len(self.contexts) == 1:
             only = self.contexts[0]
             covered = only.min_kv_length <= min(kv_lengths) and max(kv_lengths) <= only.max_kv_length
-            return TableCosts(self.curves, ((0, 1.0),)) if covered else None
+            return TableCosts(self.curves, ((0, 1.0),), self.looped) if covered else None
         weights = [0.0] * (len(self.contexts) + 1)
         for length in kv_lengths:
             if length not in self._places:
@@ -184,8 +192,8 @@ class CostTable:
             left, share = place
             weights[left] += 1.0 - share
             weights[left + 1] += share
-        count = len(kv_lengths)
-        return TableCosts(self.curves, tuple((i, each / count) for i, each in enumerate(weights) if each > 0))
+        shares = tuple((i, each / len(kv_lengths)) for i, each in enumerate(weights) if each > 0)
+        return TableCosts(self.curves, shares, self.looped)
 
     def _place(self, length: int) -> tuple[int, float] | None:
         """(context, share of the next one) whose costs make up that of one request; None: not covered."""
@@ -204,12 +212,18 @@ class TableCosts:
 
     curves: Mapping[tuple[int, int], Curve]
     weights: tuple[tuple[int, float], ...]  # (context, weight), weights add up to 1
+    looped: Mapping[tuple[int, int, int], Curve] = field(default_factory=dict)
 
-    def round_ms(self, draft_steps: int, requests: int, target_rows: int) -> float | None:
+    def round_ms(
+        self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None
+    ) -> float | None:
         """None where any context that the batch touches lacks the value."""
         total = 0.0
         for context, weight in self.weights:
-            curve = self.curves.get((context, draft_steps))
+            if depth is None or not draft_steps:
+                curve = self.curves.get((context, draft_steps))
+            else:
+                curve = self.looped.get((context, draft_steps, depth))
             ms = None if curve is None else curve.ms(requests, target_rows)
             if ms is None:
                 return None

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 
 from xspec.cost.schema import CalibrationSettings, ContextInterval, Control
 
+Pair = tuple[int, int | None]
+"""(K, d); d is None where no loops draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What of the engine the settings must fit."""
+    """What of the engine the settings must fit. `pairs`: the (K, d) to measure where those are the choice."""
 
     control: Control
-    draft_width: int  # K
+    draft_width: int  # K, the largest
     request_buckets: tuple[int, ...]  # captured, ascending
     max_model_len: int
     cache_tokens: int  # KV tokens that all sequences together may hold
     block_size: int
     slots: int  # rounds in flight
+    pairs: tuple[Pair, ...] = ()  # ascending
 
 
 class Room:

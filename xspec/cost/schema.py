@@ -19,10 +19,11 @@ UNCOVERED = ("full_width", "plain")
 
 
 class Control(enum.StrEnum):
-    """What adaptation changes: how far is drafted, or how much of the draft is verified."""
+    """What adaptation changes: how far is drafted, how much of that is verified, or (K, d)."""
 
     DRAFT_STEP = "draft_step"
     TARGET_VERIFY = "target_verify"
+    SPEC = "spec"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ class CalibrationSettings:
 
     Extensions to the document: `plain_rounds` (measure rounds without drafting, which makes them a choice),
     `max_target_rows` (points with more rows are neither measured nor chosen), `uncovered` (what rounds
-    without measured costs run: "full_width" as documented, or "plain").
+    without measured costs run: "full_width" as documented, or "plain"), `kv_growth` (tokens that requests
+    may gain after their prefill before new ones take their place: what is measured later in a context has
+    no longer KV then; None: as many as the context holds).
     """
 
     model: str = "additive"
@@ -63,6 +66,7 @@ class CalibrationSettings:
     plain_rounds: bool = True
     max_target_rows: int | None = None
     uncovered: str = "full_width"
+    kv_growth: int | None = None
 
 
 def parse_calibration(raw: Mapping[str, Any], where: str) -> CalibrationSettings:
@@ -137,4 +141,5 @@ _READERS: Mapping[str, Reader] = {
     "plain_rounds": truth,
     "max_target_rows": count(1),
     "uncovered": choice(UNCOVERED),
+    "kv_growth": count(1),
 }

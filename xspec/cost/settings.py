@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from xspec.cost.model import bucket_groups
-from xspec.cost.room import Geometry, Room
+from xspec.cost.room import Geometry, Pair, Room
 from xspec.cost.schema import (
     CalibrationSettings,
     ContextInterval,
@@ -27,6 +27,7 @@ __all__ = [
     "Control",
     "Effective",
     "Geometry",
+    "Pair",
     "Point",
     "fit_shipped",
     "parse_calibration",
@@ -50,16 +51,18 @@ class Point:
     draft_steps: int
     requests: int
     target_rows: int
+    depth: int | None = None  # loops that draft, of a looped target
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
     """Settings with everything resolved on an engine, and the points they mean.
 
-    Contexts name their own request buckets. `target_rows`: rows measured by request bucket, plain rounds
-    left out. `captured_tiers`: what is captured by request bucket where the rows are a choice (target
-    verify). `notes`: what was capped or left out, in words, for the log. Resolving `as_settings` again
-    gives the same.
+    `model` is "sps" where (K, d) is the choice: each runs at its full width alone, one point a bucket, so
+    there is nothing to tell apart. Contexts name their own request buckets. `target_rows`: rows measured by
+    request bucket, plain rounds left out. `captured_tiers`: what is captured by request bucket where the
+    rows are a choice (target verify). `notes`: what was capped or left out, in words, for the log. Resolving
+    `as_settings` again gives the same.
     """
 
     model: str
@@ -77,6 +80,7 @@ class Effective:
     geometry: Geometry
     captured_tiers: Mapping[int, tuple[int, ...]]
     points: tuple[Point, ...]  # context by context, in each by descending request bucket
+    kv_growth: int | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def as_settings(self) -> CalibrationSettings:
@@ -96,6 +100,7 @@ class Effective:
             plain_rounds=self.plain_rounds,
             max_target_rows=self.max_target_rows,
             uncovered=self.uncovered,
+            kv_growth=self.kv_growth,
         )
 
 
@@ -113,6 +118,10 @@ def resolve(
         mistakes.append(
             f"draft_width: found {settings.draft_width}; allowed: {geometry.draft_width}, the engine's"
         )
+    if geometry.control is Control.SPEC:
+        settings = replace(settings, model="sps")
+        if not geometry.pairs:
+            mistakes.append("nothing to measure: no number of draft steps is captured")
     buckets = _request_buckets(settings, geometry, mistakes)
     captured = _captured_tiers(buckets, geometry, tiers)
     grid = _Grid(settings, geometry, _chosen_rows(settings, geometry, captured, mistakes))
@@ -147,6 +156,7 @@ def resolve(
         geometry=geometry,
         captured_tiers={bucket: rows for bucket, rows in captured.items() if bucket in kept},
         points=tuple(grid.points(contexts)),
+        kv_growth=settings.kv_growth,
         notes=tuple(notes),
     )
 
@@ -162,34 +172,37 @@ class _Grid:
     geometry: Geometry
     chosen: Mapping[int, tuple[int, ...]]
 
-    def cells(self, bucket: int, beside: Sequence[int]) -> list[tuple[int, int]]:
-        """Of one bucket among those `beside` it, plain rounds (0 draft steps) first.
+    def cells(self, bucket: int, beside: Sequence[int]) -> list[tuple[int, int | None, int]]:
+        """(draft steps, depth, target rows) of one bucket among those `beside` it, plain rounds (0 draft
+        steps) first.
 
         Draft steps run at full width, so an additive curve of one depth is connected by measuring each
         bucket on the next one's rows too, as padding.
         """
-        found = [(0, bucket)] if self.settings.plain_rounds else []
+        found: list[tuple[int, int | None, int]] = [(0, None, bucket)] if self.settings.plain_rounds else []
         width = self.geometry.draft_width
         if self.geometry.control is Control.TARGET_VERIFY:
-            found += [(width, rows) for rows in self.chosen.get(bucket, ())]
+            found += [(width, None, rows) for rows in self.chosen.get(bucket, ())]
+        elif self.geometry.control is Control.SPEC:
+            found += [(steps, depth, bucket * (steps + 1)) for steps, depth in self.geometry.pairs]
         else:
             linked = [bucket]
             if self.settings.model == "additive":
                 linked += sorted(other for other in beside if other > bucket)[:1]
-            found += [(steps, lanes * (steps + 1)) for steps in range(1, width + 1) for lanes in linked]
+            found += [(steps, None, lanes * (steps + 1)) for steps in range(1, width + 1) for lanes in linked]
         most = self.settings.max_target_rows
-        return [cell for cell in found if most is None or cell[1] <= most]
+        return [cell for cell in found if most is None or cell[2] <= most]
 
     def rows(self, bucket: int, beside: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted({rows for steps, rows in self.cells(bucket, beside) if steps}))
+        return tuple(sorted({rows for steps, _, rows in self.cells(bucket, beside) if steps}))
 
     def points(self, contexts: Sequence[ContextInterval]) -> list[Point]:
         """Buckets descend, so that the prober only ever ends requests on its way through a context."""
         return [
-            Point(index, steps, bucket, rows)
+            Point(index, steps, bucket, rows, depth)
             for index, context in enumerate(contexts)
             for bucket in sorted(context.request_buckets or (), reverse=True)
-            for steps, rows in self.cells(bucket, context.request_buckets or ())
+            for steps, depth, rows in self.cells(bucket, context.request_buckets or ())
         ]
 
     def loose_ends(self, contexts: Sequence[ContextInterval]) -> list[str]:
@@ -253,8 +266,7 @@ def _chosen_rows(
     if geometry.control is not Control.TARGET_VERIFY:
         if wanted is not None:
             mistakes.append(
-                "target_graph_rows: only for target verify; draft steps are measured at the full width of "
-                "each depth"
+                "target_graph_rows: only for target verify; draft steps are measured at their full width"
             )
         return {}
     there = sorted(set().union(*captured.values()))

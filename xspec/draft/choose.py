@@ -26,6 +26,12 @@ SHIPPED_DEFAULT = "MTP"
 LOOPED_STEPS = 4
 """K of a looped target that is given none: it drafts as many tokens as it is asked for."""
 
+USUAL_STEPS = (1, 2, 4, 8)
+"""K of a policy that is given no candidates."""
+
+MANY_LOOPS = 5
+"""With more loops than these not every d is a candidate unasked."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
@@ -33,7 +39,7 @@ class DraftChoice:
     verified a request.
 
     `shipped`: it came with the package, for the embedded model. `loops`: what a looped target may draft with,
-    ascending, of which the last is used without a policy that chooses.
+    ascending. `widths`: the K that a policy may choose; (): what the control at hand says.
     """
 
     algorithm: str
@@ -42,17 +48,46 @@ class DraftChoice:
     verify: int
     shipped: bool = False
     loops: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The K and d that --speculation_policy chooses among, ascending; none: those that pay as a rule."""
+
+    steps: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        """All K, of up to `most` where they are not given."""
+        return self.steps or tuple(sorted({*(k for k in USUAL_STEPS if k < most), most}))
+
+    def loops(self, loops: int) -> tuple[int, ...]:
+        """All d of a target with so many loops."""
+        every = range(1, loops)
+        few = (loops // 8, loops // 4, loops // 2)
+        return self.depths or tuple(every if loops <= MANY_LOOPS else sorted({max(1, d) for d in few}))
 
 
 def choose_drafter(
-    config: SpeculationConfig, *, embedded: bool, model: Path | None = None
+    config: SpeculationConfig,
+    *,
+    embedded: bool,
+    model: Path | None = None,
+    candidates: Candidates | None = None,
 ) -> DraftChoice | None:
-    """None: plain decoding. `embedded`: the target came as a package; `model`: the target's files."""
+    """None: plain decoding. `embedded`: the target came as a package; `model`: the target's files.
+
+    `candidates`: a policy chooses among them, None: none does.
+    """
     if config.num_speculative_tokens == 0:
         return None
     algorithm, path = config.speculative_algorithm, _given(config)
+    loops = 1 if model is None else loops_of(model)
+    if algorithm == "auto" and path is None and candidates is not None and loops > 1:
+        algorithm = "Looped"
     if algorithm == "Looped":
-        return _choose_looped(config, path, 1 if model is None else loops_of(model))
+        return _choose_looped(config, path, loops, candidates)
     if config.draft_loops != -1:
         raise ConfigError(
             f"--draft_loops={config.draft_loops}: only --speculative_algorithm=Looped drafts with loops, "
@@ -73,6 +108,8 @@ def choose_drafter(
     elif algorithm == "auto":
         return None
     steps = config.num_speculative_tokens
+    if steps < 0 and candidates is not None and candidates.steps:
+        steps = max(candidates.steps)
     if steps < 0:
         steps = _own_width(algorithm, path, deepest=config.enable_adaptive_draft_step)
     verify = config.target_verify_width
@@ -80,7 +117,8 @@ def choose_drafter(
         raise ConfigError(
             f"--target_verify_width={verify}: {steps} tokens are drafted; allowed: -1 (all) or 0 to {steps}"
         )
-    return DraftChoice(algorithm, path, steps, steps if verify < 0 else verify, shipped)
+    widths = () if candidates is None else candidates.widths(steps)
+    return DraftChoice(algorithm, path, steps, steps if verify < 0 else verify, shipped, widths=widths)
 
 
 def loops_of(model: Path) -> int:
@@ -91,7 +129,9 @@ def loops_of(model: Path) -> int:
     return config.loops if isinstance(config, LoopedConfig) else 1
 
 
-def _choose_looped(config: SpeculationConfig, path: Path | None, loops: int) -> DraftChoice:
+def _choose_looped(
+    config: SpeculationConfig, path: Path | None, loops: int, candidates: Candidates | None
+) -> DraftChoice:
     depth, steps, verify = config.draft_loops, config.num_speculative_tokens, config.target_verify_width
     if loops < 2:
         raise ConfigError(
@@ -102,6 +142,10 @@ def _choose_looped(config: SpeculationConfig, path: Path | None, loops: int) -> 
         raise ConfigError(f"--draft_model={path}: a looped model drafts for itself; allowed: empty")
     if verify != -1:
         raise ConfigError(f"--target_verify_width={verify}: with Looped all drafts are verified; allowed: -1")
+    if candidates is not None:
+        steps = max(candidates.steps or USUAL_STEPS) if steps < 0 else steps
+        depths = candidates.loops(loops)
+        return DraftChoice("Looped", None, steps, steps, loops=depths, widths=candidates.widths(steps))
     depth = loops // 2 if depth < 0 else depth
     if not 1 <= depth < loops:
         raise ConfigError(

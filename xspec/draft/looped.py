@@ -63,8 +63,9 @@ class LoopedDrafter:
             )
         if target.spec.exit_threshold < 1.0:
             raise ConfigError(
-                f"--early_exit_threshold={target.spec.exit_threshold:g} (the model's own where the flag is not "
-                "given) with --speculative_algorithm=Looped, whose states are those of full depth; allowed: 1"
+                f"--early_exit_threshold={target.spec.exit_threshold:g} (the model's own where the flag "
+                "is not given) with --speculative_algorithm=Looped, whose states are those of full depth; "
+                "allowed: 1"
             )
         if not 1 <= steps <= MAX_STEPS:
             raise ConfigError(

@@ -37,6 +37,11 @@ def load_drafter(
     models.quantised. `loops`: what a looped target may draft with. The drafter still has to be attached.
     ConfigError names the flag or the checkpoint's key that does not fit.
     """
+    if target.spec.loops > 1 and algorithm.lower() != "looped":
+        raise ConfigError(
+            f"--speculative_algorithm={algorithm}: a looped target ({target.spec.model_type}) has no such "
+            "drafter; allowed: Looped"
+        )
     match algorithm.lower():
         case "looped":
             return LoopedDrafter.load(target, steps=steps, depths=loops)

@@ -19,7 +19,7 @@ import torch
 
 from xspec import __version__
 from xspec.calib.calibrate import Calibrated, calibrated_costs
-from xspec.calib.choose import Adaptation, choose_adaptation, speculation_of
+from xspec.calib.choose import Adaptation, choose_adaptation, choose_spec, speculation_of
 from xspec.config import Config
 from xspec.cost.settings import Control
 from xspec.draft.choose import DraftChoice, choose_drafter
@@ -40,7 +40,9 @@ from xspec.metrics import Metrics
 from xspec.models.locate import is_gguf, locate_model
 from xspec.platform.base import Platform
 from xspec.platform.select import select_platform
-from xspec.policy.named import Adaptive, Policies
+from xspec.policy.make_spec import FIXED
+from xspec.policy.named import Adaptive, Policies, Selection
+from xspec.policy.spec_config import spec_config_json
 from xspec.progress import Progress, silent
 from xspec.text.tokenizer import TextAssets, load_text
 from xspec.trace import RoundTrace, check_trace_file
@@ -69,13 +71,22 @@ class Built:
     costs: Calibrated | None
 
 
-def choose(config: Config) -> Choices:
-    """Refuses what cannot be honoured: ConfigError or UnsupportedError naming the flags."""
+def choose(config: Config, *, whole_grid: bool = False) -> Choices:
+    """Refuses what cannot be honoured: ConfigError or UnsupportedError naming the flags.
+
+    `whole_grid`: --speculation_policy is given no candidates, so that all (K, d) are prepared and measured.
+    """
     platform = select_platform(config.execution.device, config.execution.cpu_kernels)
     check_abilities(config, platform)
     model = locate_model(config.model.model or None)
-    drafter = choose_drafter(config.speculation, embedded=not config.model.model, model=model)
-    adaptation = choose_adaptation(config, platform, drafter)
+    spec = choose_spec(config, model, whole_grid=whole_grid)
+    drafter = choose_drafter(
+        config.speculation,
+        embedded=not config.model.model,
+        model=model,
+        candidates=None if spec is None else spec.candidates,
+    )
+    adaptation = choose_adaptation(config, platform, drafter, spec)
     if config.execution.round_trace:
         check_trace_file(config.execution.round_trace)
     return Choices(config, platform, model, drafter, adaptation)
@@ -92,7 +103,7 @@ async def build_parts(choices: Choices, *, progress: Progress = silent) -> Built
             lambda: assemble(config, platform, choices.model, drafter_of, speculation, progress)
         )
         costs = None
-        if choices.adaptation is not None and choices.drafter is not None:
+        if choices.adaptation is not None and choices.adaptation.measures and choices.drafter is not None:
             costs = await asyncio.to_thread(
                 calibrated_costs,
                 choices.adaptation,
@@ -166,17 +177,41 @@ def _policies(built: Built) -> Policies:
         built.costs,
     )
     adaptive = None
-    if adaptation is not None and costs is not None:
+    if adaptation is not None and adaptation.spec is None and costs is not None:
         adaptive = Adaptive(adaptation.control, costs.table, adaptation.policy, costs.uncovered)
     if drafter is None:
         return Policies(parts.grid, parts.tiers)
+    spec = parts.drafter.spec
     return Policies(
-        parts.grid, parts.tiers, parts.drafter.spec.steps, drafter.steps, drafter.verify, adaptive
+        parts.grid,
+        parts.tiers,
+        drafter.widths or spec.steps,
+        drafter.steps,
+        drafter.verify,
+        adaptive,
+        depths=spec.depths,
+        loops=parts.target.spec.loops if spec.depths else None,
+        selection=_selection(built),
     )
+
+
+def _selection(built: Built) -> Selection | None:
+    """What --speculation_policy says, or the depth of a looped target that drafts by the flags alone."""
+    drafter, adaptation, costs = built.choices.drafter, built.choices.adaptation, built.costs
+    if adaptation is not None and adaptation.spec is not None:
+        spec = adaptation.spec
+        return Selection(spec.policy, spec.config, None if costs is None else costs.table)
+    if drafter is not None and drafter.loops:
+        return Selection(FIXED, depth=drafter.loops[-1])
+    return None
 
 
 def _adaptation_facts(adaptation: Adaptation) -> dict[str, Any]:
     """The control and every setting of its policy, defaults included."""
+    if adaptation.spec is not None:
+        spec = adaptation.spec
+        facts = {"control": str(adaptation.control), "policy": spec.policy, "source": spec.source}
+        return facts if spec.config is None else {**facts, "config": spec_config_json(spec.config)}
     settings = asdict(adaptation.policy)
     if adaptation.control is Control.TARGET_VERIFY:  # it has no more than these
         settings = {name: settings[name] for name in ("switch_min_gain", "allow_plain_rounds")}
@@ -208,6 +243,7 @@ def _info(built: Built) -> dict[str, Any]:
             "quantization": draft_quantization(config, choices.platform, drafter, parts.dtype),
             "num_speculative_tokens": drafter.steps,
             "target_verify_width": drafter.verify,
+            "draft_loops": list(drafter.loops),
         },
         "adaptation": None if choices.adaptation is None else _adaptation_facts(choices.adaptation),
         "calibration": None if costs is None else costs.facts(),

@@ -136,7 +136,7 @@ def assemble(
         dtype=dtype,
         device=device,
         quantization=config.model.quantization,
-        early_exit_threshold=None if threshold < 0 else threshold,
+        early_exit_threshold=threshold or None,
         progress=partial(progress, "loading"),
     )
     spec = target.spec

@@ -39,6 +39,27 @@ class PolicyGeometry:
         return self.draft_width if self.uncovered == "full_width" else 0
 
 
+@dataclass(frozen=True, slots=True)
+class CandidateGeometry:
+    """What a (K, d) policy knows of the engine. `steps`: the K that are prepared, ascending; `depths`: the d
+    that the drafter takes, () where no loops draft; `loops`: D of the target, None likewise."""
+
+    lanes: BucketGrid
+    steps: tuple[int, ...]
+    depths: tuple[int, ...] = ()
+    loops: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.steps or self.steps[0] < 1 or list(self.steps) != sorted(set(self.steps)):
+            raise ConfigError(f"prepared draft steps are {self.steps}; allowed: ascending, from 1")
+        if bool(self.depths) != (self.loops is not None):
+            raise ConfigError(f"{self.loops} loops and draft depths {self.depths}: one without the other")
+
+    @property
+    def max_steps(self) -> int:
+        return self.steps[-1]
+
+
 def draft_limits(view: PolicyView, width: int) -> NDArray[np.int64]:
     """Drafts of each decode row that can matter, 0 .. `width`. [rows]
 

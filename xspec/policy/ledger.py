@@ -14,7 +14,7 @@ from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.policy.switching import Held, Moment
 
 PLAIN_PROBE_SHARE, DRAFTING_PROBE_SHARE = 0.01, 0.005
-"""Predicted time that probes may cost in plain rounds, which show nothing, and where drafts are seen anyway."""
+"""Predicted time that probes may cost: in plain rounds, which show nothing, and where drafts are seen."""
 
 RECENT_MS = 2_000.0
 RECENT_ROUNDS = 64

@@ -15,9 +15,14 @@ from xspec.setting import show
 SWITCHES = {
     Control.DRAFT_STEP: "enable_adaptive_draft_step",
     Control.TARGET_VERIFY: "enable_adaptive_target_verify",
+    Control.SPEC: "speculation_policy",
 }
 
-ALGORITHMS = {Control.DRAFT_STEP: ("MTP",), Control.TARGET_VERIFY: ("MTP", "DSpark")}
+ALGORITHMS = {
+    Control.DRAFT_STEP: ("MTP",),
+    Control.TARGET_VERIFY: ("MTP", "DSpark"),
+    Control.SPEC: ("MTP", "Looped"),
+}
 """Draft steps can only be saved where they are made one after the other; a block is drafted in one pass."""
 
 
@@ -34,7 +39,7 @@ class NamedFile:
 
 @dataclass(frozen=True, slots=True)
 class ControlFiles:
-    """The files of one control: what says how to measure, saved costs, and where to save measured ones."""
+    """The files of one control: its settings, saved costs, and where to save measured ones."""
 
     settings: NamedFile
     table: NamedFile
@@ -53,6 +58,12 @@ def files_of(config: SpeculationConfig, control: Control) -> ControlFiles:
             NamedFile("adaptive_draft_step_cost_table", config.adaptive_draft_step_cost_table),
             NamedFile("adaptive_draft_step_cost_table_output", config.adaptive_draft_step_cost_table_output),
         )
+    if control is Control.SPEC:
+        return ControlFiles(
+            NamedFile("adaptive_spec_config", config.adaptive_spec_config),
+            NamedFile("adaptive_spec_cost_table", config.adaptive_spec_cost_table),
+            NamedFile("adaptive_spec_cost_table_output", config.adaptive_spec_cost_table_output),
+        )
     return ControlFiles(
         NamedFile("adaptive_target_verify_calibration", config.adaptive_target_verify_calibration),
         NamedFile("adaptive_target_verify_cost_table", config.adaptive_target_verify_cost_table),
@@ -64,7 +75,7 @@ def files_of(config: SpeculationConfig, control: Control) -> ControlFiles:
 
 def control_of(config: SpeculationConfig) -> Control | None:
     """The control that is switched on, None without one. Both together are refused: `adaptive_refusals`."""
-    return next(iter(_switched_on(config)), None)
+    return next(iter(switched_on(config)), None)
 
 
 def adaptive_refusals(config: Config, algorithm: str | None, steps: int) -> list[str]:
@@ -73,11 +84,15 @@ def adaptive_refusals(config: Config, algorithm: str | None, steps: int) -> list
     `algorithm` and `steps`: the drafter that was chosen and its K; None and 0 where nothing is drafted.
     """
     speculation = config.speculation
-    controls = _switched_on(speculation)
+    controls = switched_on(speculation)
     reasons = list(_strays(speculation, controls))
     if len(controls) > 1:
-        both = " and ".join(f"--{switch}" for switch in SWITCHES.values())
-        reasons.append(f"{both} are both true: allowed: one of them")
+        if Control.SPEC in controls:
+            several = " and ".join(switched(speculation, control) for control in controls)
+            reasons.append(f"{several} cannot go together; allowed: one of them")
+        else:
+            both = " and ".join(f"--{SWITCHES[control]}" for control in controls)
+            reasons.append(f"{both} are both true: allowed: one of them")
     for control in controls:
         reasons += _drafting(speculation, control, algorithm, steps)
         reasons += _files(config, control)
@@ -95,32 +110,42 @@ def calibration_with_table(config: SpeculationConfig) -> str:
     )
 
 
-def _switched_on(config: SpeculationConfig) -> tuple[Control, ...]:
+def switched(config: SpeculationConfig, control: Control) -> str:
+    """The flag that switches `control` on, as it was given."""
+    if control is Control.SPEC:
+        return f"--speculation_policy={config.speculation_policy}"
+    return f"--{SWITCHES[control]}=true"
+
+
+def switched_on(config: SpeculationConfig) -> tuple[Control, ...]:
+    """Every control that the flags ask for."""
     on = {
         Control.DRAFT_STEP: config.enable_adaptive_draft_step,
         Control.TARGET_VERIFY: config.enable_adaptive_target_verify,
+        Control.SPEC: config.speculation_policy != "fixed",
     }
     return tuple(control for control, switched_on in on.items() if switched_on)
 
 
 def _strays(config: SpeculationConfig, controls: tuple[Control, ...]) -> Iterator[str]:
     for control, switch in SWITCHES.items():
+        on = "=acceptance_ema or goodput" if control is Control.SPEC else "=true"
         if control not in controls:
             for file in files_of(config, control).given:
-                yield f"{file}: it is only read with --{switch}=true"
+                yield f"{file}: it is only read with --{switch}{on}"
 
 
 def _drafting(
     config: SpeculationConfig, control: Control, algorithm: str | None, steps: int
 ) -> Iterator[str]:
-    switch = f"--{SWITCHES[control]}=true"
+    switch = switched(config, control)
     allowed = ALGORITHMS[control]
     if algorithm is None or steps < 1:
         found = (
             "--num_speculative_tokens=0 switches it off; allowed: -1 or integers from 1"
             if config.num_speculative_tokens == 0
             else "this model has no drafter; give --draft_model, or --speculative_algorithm=MTP where its "
-            "checkpoint holds MTP layers"
+            "checkpoint holds MTP layers, Looped where its layers loop"
         )
         yield f"{switch} needs speculation: {found}"
     elif algorithm not in allowed:
@@ -128,6 +153,8 @@ def _drafting(
     if config.target_verify_width != -1:
         width = config.target_verify_width
         yield f"--target_verify_width={width} fixes what {switch} is to choose; allowed: -1"
+    if control is Control.SPEC and config.draft_loops != -1:
+        yield f"--draft_loops={config.draft_loops} fixes what {switch} is to choose; allowed: -1"
 
 
 def _files(config: Config, control: Control) -> Iterator[str]:
@@ -138,8 +165,8 @@ def _files(config: Config, control: Control) -> Iterator[str]:
     if not files.table.path:
         return
     for file in files.given:
-        # a draft-step config may hold nothing but a policy, see `calibration_with_table`
-        policy = file is files.settings and control is Control.DRAFT_STEP
+        # a draft-step config may hold nothing but a policy, see `calibration_with_table`; candidates go along
+        policy = file is files.settings and control is not Control.TARGET_VERIFY
         if file is not files.table and not policy:
             yield f"{file}: nothing is measured where {files.table} brings costs; allowed: one of the two"
 

@@ -190,9 +190,9 @@ def figures_of(label: str, rounds: Sequence[RoundRecord]) -> Figures:
         mean_requests=_mean([r.requests for r in decoding]),
         plain_share=_mean([not r.draft_steps for r in decoding]),
         probe_share=_mean([r.probe for r in decoding]),
-        switches=sum(a.draft_steps != b.draft_steps for a, b in pairs),
+        switches=sum(_pair(a) != _pair(b) for a, b in pairs),
         tier_changes=sum(
-            a.draft_steps == b.draft_steps and a.target_rows != b.target_rows and a.requests == b.requests
+            _pair(a) == _pair(b) and a.target_rows != b.target_rows and a.requests == b.requests
             for a, b in pairs
         ),
         choices=tuple(Counter(map(choice_of, decoding)).most_common()),
@@ -204,7 +204,13 @@ def choice_of(record: RoundRecord) -> str:
     """What a decode round ran, in a word or two."""
     if not record.draft_steps:
         return "plain"
+    if record.depth is not None:
+        return f"{record.draft_steps}@{record.depth}"
     return f"{record.draft_steps} drafts, {record.target_rows} rows"
+
+
+def _pair(record: RoundRecord) -> tuple[int, int | None]:
+    return record.draft_steps, record.depth
 
 
 def _difficulties(rounds: Sequence[RoundRecord]) -> Iterator[DifficultyFigures]:

@@ -15,7 +15,7 @@ from xspec.core.round import DecodeRow, RoundPlan, RoundResult, RowTokens
 from xspec.core.shapes import BucketGrid
 from xspec.cost.model import Costs
 from xspec.errors import ConfigError
-from xspec.sim.world import SimRequest
+from xspec.sim.world import LoopFlags, SimRequest
 
 TOKEN_ID = 0
 """Every token of every answer. Requests end by their length alone, so it is no stop id."""
@@ -69,9 +69,11 @@ class Executed:
 class VirtualDevice:
     """Holds the residents by sequence id; `execute` moves them on at once, in the order of submission."""
 
-    def __init__(self, costs: Costs, lanes: BucketGrid) -> None:
+    def __init__(self, costs: Costs, lanes: BucketGrid, shadow_cost: float = 0.0) -> None:
+        """`shadow_cost`: what a shadow round takes longer, as a share of its decode part."""
         self._costs = costs
         self._lanes = lanes
+        self._shadow_cost = shadow_cost
         self._residents: dict[int, Resident] = {}
 
     @property
@@ -91,21 +93,42 @@ class VirtualDevice:
         for chunk in plan.batch.chunks:
             self._residents[chunk.sequence_id].tokens = chunk.end + (1 if chunk.samples else 0)
             chunks.append(RowTokens(chunk.sequence_id, (TOKEN_ID,) if chunk.samples else ()))
+        matches = self._matches(plan) if plan.spec.shadow and plan.batch.rows else None
         rows, signals = self._decode(plan)
-        result = RoundResult(plan, tuple(chunks), rows, signals)
+        result = RoundResult(plan, tuple(chunks), rows, signals, matches)
         prefill_ms = self._costs.prefill_ms_per_token * plan.shape.prefill_tokens
         return Executed(result, decode_ms, decode_ms + prefill_ms)
 
     def _decode(self, plan: RoundPlan) -> tuple[tuple[RowTokens, ...], np.ndarray | None]:
         rows = plan.batch.rows
         width = plan.batch.verify
-        if not width:
-            return tuple(self._advance(row, 0, None) for row in rows), None
+        if not width or plan.spec.depth is not None:
+            depth = plan.spec.depth
+            return tuple(self._advance(row, row.verify, None, depth) for row in rows), None
         signals = self.signals([row.sequence_id for row in rows], plan.spec.draft_steps)
         if plan.shape.target_rows >= plan.shape.draft_rows * (width + 1):
             return tuple(self._advance(row, row.verify, None) for row in rows), signals
         admitted = allocate(signals[:, :width], self.caps(rows), len(rows), plan.shape.target_rows)
         return tuple(map(self._advance, rows, admitted, admitted)), signals
+
+    def _matches(self, plan: RoundPlan) -> np.ndarray:
+        """[rows, width + 1, depths]: whether each depth would pick what the target draws, at every row that
+        is verified. Places past the end of an answer are False."""
+        found = []
+        for row in plan.batch.rows:
+            loops = self._looped(row.sequence_id)
+            place, told = self._place(row.sequence_id), plan.batch.verify + 1
+            here = loops.flags[place : place + told]
+            found.append(np.pad(here, ((0, told - len(here)), (0, 0))))
+        return np.stack(found).astype(np.bool_)
+
+    def _looped(self, sequence_id: int) -> LoopFlags:
+        loops = self._at(sequence_id).request.loops
+        if loops is None:
+            raise ConfigError(
+                "a looped round was planned, but the requests of this world have no match flags"
+            )
+        return loops
 
     def caps(self, rows: Sequence[DecodeRow]) -> list[int]:
         """Drafts that each row may verify: the last token of an answer is always the target's own."""
@@ -127,11 +150,17 @@ class VirtualDevice:
         resident = self._residents[sequence_id]
         return min(resident.answered, resident.request.answer_tokens - 1)
 
-    def _advance(self, row: DecodeRow, verified: int, admitted: int | None) -> RowTokens:
+    def _advance(
+        self, row: DecodeRow, verified: int, admitted: int | None, depth: int | None = None
+    ) -> RowTokens:
         resident = self._residents[row.sequence_id]
         if resident.room < 1:  # an earlier round filled it; the host could not know
             return RowTokens(row.sequence_id, (), admitted=admitted)
-        accepted = min(resident.request.runs[resident.answered], verified)
+        run = 0
+        if verified:
+            runs = resident.request.runs if depth is None else self._looped(row.sequence_id).runs[depth]
+            run = runs[resident.answered]
+        accepted = min(run, verified)
         count = min(accepted + 1, resident.room)
         resident.tokens += count
         return RowTokens(row.sequence_id, (TOKEN_ID,) * count, admitted=admitted)
@@ -149,10 +178,11 @@ class VirtualDevice:
             )
         lanes = self._lanes.fit(len(rows)).rows
         draft_steps = plan.spec.draft_steps if plan.batch.verify else 0
-        ms = costs.round_ms(draft_steps, lanes, plan.shape.target_rows)
+        depth = plan.spec.depth if draft_steps else None
+        ms = costs.round_ms(draft_steps, lanes, plan.shape.target_rows, depth)
         if ms is None:
             raise UncoveredError(
                 f"the cost table has no round of {len(rows)} requests in bucket {lanes} with {draft_steps} "
                 f"drafts on {plan.shape.target_rows} rows at {min(kv_lengths)} to {max(kv_lengths)} tokens"
             )
-        return ms
+        return ms * (1.0 + self._shadow_cost) if plan.spec.shadow else ms

@@ -34,11 +34,13 @@ MakePolicy = Callable[[VirtualDevice], Policy]
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What of the engine around the device is simulated."""
+    """What of the engine around the device is simulated. `shadow_cost`: what telling all depths adds to a
+    round, as a share of its decode part."""
 
     geometry: PolicyGeometry
     limits: Limits
     slots: int = 2
+    shadow_cost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class RoundRecord:
     predicted_ms: float | None
     reason: str
     rows: tuple[Told, ...]
+    depth: int | None = None
+    shadow: bool = False
 
     @property
     def probe(self) -> bool:
@@ -111,7 +115,7 @@ class Simulation:
         self._world = world
         self._arrivals: Arrivals = world.load.arrivals()
         self._ends = [end for _, end in world.load.phases]
-        self._device = VirtualDevice(costs, engine.geometry.lanes)
+        self._device = VirtualDevice(costs, engine.geometry.lanes, engine.shadow_cost)
         self._policy = make_policy(self._device)
         known, drafted = world.population.draft_width, engine.geometry.draft_width
         if known < drafted:
@@ -241,6 +245,8 @@ class Simulation:
                     Told(self._difficulty(row.sequence_id), row.verified, row.committed)
                     for row in feedback.rows
                 ),
+                depth=plan.spec.depth if plan.batch.verify else None,
+                shadow=plan.spec.shadow,
             )
         )
 
@@ -249,7 +255,7 @@ class Simulation:
 
 
 def _feedback(round_: _InFlight, retired: commit.Retired, round_ms: float | None) -> RoundFeedback:
-    signals = round_.executed.result.signals
+    signals, matches = round_.executed.result.signals, round_.executed.result.matches
     return RoundFeedback(
         plan=round_.plan.spec,
         shape=round_.plan.shape,
@@ -258,4 +264,5 @@ def _feedback(round_: _InFlight, retired: commit.Retired, round_ms: float | None
         prefill_tokens=round_.plan.shape.prefill_tokens,
         committed_tokens=retired.committed_tokens,
         signals=None if signals is None else signals[list(retired.told)],
+        matches=None if matches is None else matches[list(retired.told)],
     )

@@ -6,6 +6,7 @@ they did before (common random numbers). Knows nothing about policies, costs or 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,12 +20,22 @@ CERTAIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LoopFlags:
+    """What a looped drafter would pick. `flags` [answer_tokens, depths]: whether d loops pick that token;
+    `runs[d][a]`: matches in a row of depth d after `a` answer tokens."""
+
+    depths: tuple[int, ...]
+    flags: np.ndarray
+    runs: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SimRequest:
     """One request with everything that will ever be random about it.
 
     `runs[a]` is the number of drafts in a row the target would accept after `a` answer tokens (K at most);
     `chances` and `signals` [answer_tokens, K] are the true probability that draft k is accepted if all before
-    it were, and what the drafter says of it.
+    it were, and what the drafter says of it. `loops`: of a looped drafter, which has none of these.
     """
 
     key: RequestKey
@@ -34,6 +45,7 @@ class SimRequest:
     runs: tuple[int, ...]
     chances: np.ndarray
     signals: np.ndarray
+    loops: LoopFlags | None = None
 
     @property
     def total_tokens(self) -> int:

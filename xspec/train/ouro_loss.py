@@ -21,7 +21,7 @@ def language_loss(
     """The scalar of stage I over windows [B, T + 1], and the cross entropy in nats after each loop to show.
 
     expected_loss: sum_t p_t CE_t - w H(p), p being each token's exit distribution. `distill_weight` adds what
-    speculation needs: CE_D, for the last head is what is served, and the mean cross entropy of the early heads
+    speculation needs: CE_D, for the last head is what is served, and the mean cross entropy of early heads
     with what that one would pick, which is what accepts a draft.
     last_loop: CE_D alone, the control whose early states no head can read.
     """

@@ -1,0 +1,243 @@
+"""The `goodput` policy: the (K, d) that promises most tokens per measured ms, plain rounds included.
+
+What a pair would have accepted follows from match flags, without running it (`loop_flags.py`). Other depths
+than the present one tell theirs in shadow rounds; a drafter that is not looped is probed instead. Own
+derivation, see docs/looped.md for all rules and constants.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xspec.core.round import RoundFeedback, SpeculationPlan
+from xspec.cost.looped import rate_of
+from xspec.cost.model import Costs, CostsAt
+from xspec.policy.base import PolicyView
+from xspec.policy.geometry import CandidateGeometry, draft_limits
+from xspec.policy.looking import Looking
+from xspec.policy.loop_candidates import range_of
+from xspec.policy.loop_flags import FlagStreams
+from xspec.policy.round_costs import RoundCosts
+from xspec.policy.spec_config import AdaptiveSpecConfig, Candidate, DisableSettings, GoodputSettings
+
+STALE_BATCHES = 64
+"""A choice that was not looked at for so many decode rounds is made anew, by the best."""
+
+SMALL_LEAD = 0.25
+"""Of the margin. A lead of more than that counts for so much of a look: what lasts is no noise."""
+
+KEEP_EVERY = 256
+"""Decode rounds after which sequences that have left are forgotten."""
+
+PLAIN = Candidate(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The choice for one request bucket. `wins`: looks in a row at which another one promised more, one that
+    is less than the margin ahead counted as SMALL_LEAD."""
+
+    choice: int
+    looked: int  # decode rounds that had retired
+    wins: float = 0.0
+
+
+class GoodputPolicy:
+    """argmax over (K, d) of (B + sum of survivals) / cost_ms, held against noise."""
+
+    name = "goodput"
+
+    def __init__(self, config: AdaptiveSpecConfig | None, costs: Costs, geometry: CandidateGeometry) -> None:
+        """Every prepared (K, d) with a cost is a choice. `config` brings settings, priors, and what runs
+        where no cost is known (without one: plain rounds)."""
+        self._config = config
+        self._settings = GoodputSettings() if config is None else config.goodput
+        self._costs = RoundCosts(costs, geometry)
+        self._steps, self._depths = geometry.steps, geometry.depths or (None,)
+        pairs = [Candidate(steps, depth) for steps in self._steps for depth in self._depths]
+        self._choices = (PLAIN, *pairs)
+        self._flags = FlagStreams(self._steps, self._depths, self._settings.window_flags, priors_of(config))
+        self._looking = Looking(
+            self._settings,
+            DisableSettings() if config is None else config.disable,
+            shadows=bool(geometry.depths),
+        )
+        self._held: dict[int, Held] = {}  # by lanes
+        self._asked: tuple[int, int, Held | None] | None = (
+            None  # the last plan: id, lanes, what was held before
+        )
+        self._batches = 0
+        self._switches: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._last: SpeculationPlan | None = None
+
+    # -- plans --------------------------------------------------------------------------------
+
+    def plan(self, view: PolicyView) -> SpeculationPlan:
+        self._begin(view.plan_id)
+        self._last = self._decide(view)
+        return self._last
+
+    def _begin(self, plan_id: int) -> None:
+        """Asked again for a plan that no round came of, what was held before it is held again."""
+        if self._asked is not None and self._asked[0] == plan_id:
+            _, lanes, before = self._asked
+            if before is None:
+                self._held.pop(lanes, None)
+            else:
+                self._held[lanes] = before
+        self._asked = None
+        self._looking.release(plan_id)
+
+    def _decide(self, view: PolicyView) -> SpeculationPlan:
+        if not view.sequence_ids:
+            return self._plan(view, PLAIN, "prefill_only")
+        limits = draft_limits(view, self._steps[-1])
+        if not limits.any():
+            return self._plan(view, PLAIN, "nothing_to_draft")
+        lanes, at = self._costs.lanes(view), self._costs.at(view)
+        before = self._held.get(lanes)
+        held_ms = None if before is None else self._ms(at, lanes, self._choices[before.choice])
+        self._asked = (view.plan_id, lanes, before)
+        shadow = self._looking.shadow(view.plan_id)
+        settled = before is not None and self._batches - before.looked < self._settings.interval
+        if before is not None and settled and held_ms is not None and not self._looking.probe_due():
+            return self._plan(view, self._choices[before.choice], "hold", held_ms, shadow)
+        costs_ms = [self._ms(at, lanes, one) for one in self._choices]
+        if all(ms is None for ms in costs_ms):
+            return self._uncovered(view, shadow)
+        useful = [float((limits > k).sum()) for k in range(self._steps[-1])]
+        scores = self._scores(len(view.sequence_ids), useful, costs_ms)
+        held, reason = self._hold(before, scores)
+        self._held[lanes] = held
+        if (probe := self._probe(view.plan_id, held, costs_ms, scores)) is not None:
+            return self._plan(view, self._choices[probe], "probe", costs_ms[probe])
+        return self._plan(view, self._choices[held.choice], reason, costs_ms[held.choice], shadow)
+
+    def _hold(self, held: Held | None, scores: Sequence[float]) -> tuple[Held, str]:
+        """The choice for the coming round, and why. `scores`: below 0 where a choice has no cost."""
+        settings, batches = self._settings, self._batches
+        best = max(range(len(scores)), key=scores.__getitem__)  # ties to the smaller
+        if held is None:
+            return Held(best, batches), "initial"
+        if scores[held.choice] < 0.0 or batches - held.looked > STALE_BATCHES:
+            return Held(best, batches), "hold" if best == held.choice else "switch"
+        if batches - held.looked < settings.interval:
+            return held, "hold"
+        lead = scores[best] / scores[held.choice] - 1.0
+        if lead <= SMALL_LEAD * settings.margin:
+            return Held(held.choice, batches), "hold"
+        wins = held.wins + (1.0 if lead > settings.margin else SMALL_LEAD)
+        if wins < settings.checks:
+            return replace(held, looked=batches, wins=wins), "hold"
+        return Held(best, batches), "switch"
+
+    def _scores(self, rows: int, useful: Sequence[float], costs_ms: Sequence[float | None]) -> list[float]:
+        """Tokens per ms of every choice; -1 where it is none."""
+        survivals = [evidence.survivals() for evidence in self._flags.evidence]
+        tokens = [float(rows)]
+        for n, steps in enumerate(self._steps):
+            for of_depth in survivals:
+                tokens.append(rows + sum(useful[k] * of_depth[n][k] for k in range(steps)))
+        return [-1.0 if ms is None else each / ms for each, ms in zip(tokens, costs_ms, strict=True)]
+
+    def _probe(
+        self, plan_id: int, held: Held, costs_ms: Sequence[float | None], scores: Sequence[float]
+    ) -> int | None:
+        """The deeper K to look at now: only where nothing else would ever tell what it does."""
+        ms = costs_ms[held.choice]
+        if ms is None or not self._looking.probe_due():
+            return None
+        steps = self._choices[held.choice].draft_steps
+        extra_ms = {
+            index: max(0.0, cost - ms)
+            for index, cost in enumerate(costs_ms)
+            if cost is not None and self._choices[index].draft_steps > steps
+        }
+        return self._looking.probe(plan_id, extra_ms, scores) if extra_ms else None
+
+    def _ms(self, at: CostsAt | None, lanes: int, choice: Candidate) -> float | None:
+        if at is None:
+            return None
+        return at.round_ms(choice.draft_steps, lanes, lanes * (choice.draft_steps + 1), choice.draft_loops)
+
+    def _uncovered(self, view: PolicyView, shadow: bool) -> SpeculationPlan:
+        """No cost is known: what the config begins with at this size, or a plain round."""
+        if self._config is None:
+            return self._plan(view, PLAIN, "uncovered", shadow=shadow)
+        one = self._config.ranges[range_of(self._config.ranges, len(view.sequence_ids))]
+        choice = PLAIN if one.initial_off else one.candidates[one.initial]
+        return self._plan(view, choice, "uncovered", shadow=shadow)
+
+    def _plan(
+        self,
+        view: PolicyView,
+        choice: Candidate,
+        reason: str,
+        ms: float | None = None,
+        shadow: bool = False,
+    ) -> SpeculationPlan:
+        return SpeculationPlan(
+            plan_id=view.plan_id,
+            policy=self.name,
+            draft_steps=choice.draft_steps,
+            depth=choice.draft_loops,
+            shadow=shadow,
+            reason=reason,
+            predicted_ms=ms,
+        )
+
+    # -- feedback -----------------------------------------------------------------------------
+
+    def observe(self, feedback: RoundFeedback) -> None:
+        """Rounds in order. What a round says does not depend on what is held by now."""
+        plan = feedback.plan
+        if not feedback.shape.target_rows:
+            self._looking.retire(plan.plan_id)
+            return
+        self._batches += 1
+        self._reasons[plan.reason] += 1
+        self._switches["switch"] += plan.reason == "switch"
+        shifted = self._flags.observe(feedback)
+        self._looking.observe(feedback, [evidence.rate for evidence in self._flags.evidence], shifted)
+        if self._batches % KEEP_EVERY == 0:
+            self._flags.keep([row.sequence_id for row in feedback.rows])
+
+    def status(self) -> dict[str, Any]:
+        last = self._last
+        survivals = [evidence.survivals() for evidence in self._flags.evidence]
+        return {
+            "control": self.name,
+            "draft_steps": None if last is None else last.draft_steps,
+            "draft_loops": None if last is None else last.depth,
+            "reason": None if last is None else last.reason,
+            "predicted_ms": None if last is None else last.predicted_ms,
+            "held": {str(lanes): str(self._choices[held.choice]) for lanes, held in self._held.items()},
+            "match_rates": {
+                "all" if depth is None else str(depth): evidence.rate
+                for depth, evidence in zip(self._depths, self._flags.evidence, strict=True)
+            },
+            "acceptance": {
+                str(Candidate(steps, depth)): sum(survivals[x][n]) / steps
+                for n, steps in enumerate(self._steps)
+                for x, depth in enumerate(self._depths)
+            },
+            "shifts": self._flags.shifts,
+            "switches": self._switches["switch"],
+            "rounds": dict(self._reasons),
+            "decode_batches": self._batches,
+            **self._looking.status(),
+        }
+
+
+def priors_of(config: AdaptiveSpecConfig | None) -> dict[int | None, float]:
+    """Match rate of each depth by the acceptance that the config gives, the mean over its candidates."""
+    rates: dict[int | None, list[float]] = {}
+    for candidate in () if config is None else config.candidates:
+        if candidate.acceptance is not None:
+            rate = rate_of(candidate.acceptance, candidate.draft_steps)
+            rates.setdefault(candidate.draft_loops, []).append(rate)
+    return {depth: sum(found) / len(found) for depth, found in rates.items()}

@@ -1,0 +1,68 @@
+"""What the rounds of a batch's candidates cost beside a plain one, as (K, d) policies ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xspec.cost.looped import IdealCosts
+from xspec.cost.model import Costs, CostsAt
+from xspec.policy.base import PolicyView
+from xspec.policy.geometry import CandidateGeometry
+from xspec.policy.spec_config import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of one batch. `ratios`: T_spec / T_native of each candidate; None where nothing is known of it."""
+
+    plain_ms: float | None
+    spec_ms: tuple[float | None, ...]
+    ratios: tuple[float | None, ...]
+
+
+class RoundCosts:
+    """T_spec / T_native from measured costs; where those say nothing from a candidate's `off`, which means
+    1 + K off; else from the idealized model of a looped target, 1 + K d / D; else not known."""
+
+    def __init__(self, costs: Costs | None, geometry: CandidateGeometry) -> None:
+        self._costs = costs
+        self._lanes = geometry.lanes
+        self._ideal = None if geometry.loops is None else IdealCosts(geometry.loops)
+        self.source = (
+            "costs" if costs is not None else "config or idealized model" if self._ideal else "config"
+        )
+
+    def lanes(self, view: PolicyView) -> int:
+        return self._lanes.fit(len(view.sequence_ids)).rows
+
+    def at(self, view: PolicyView) -> CostsAt | None:
+        return None if self._costs is None else self._costs.at(view.kv_bounds)
+
+    def of(self, view: PolicyView, candidates: Sequence[Candidate]) -> Prices:
+        lanes, at = self.lanes(view), self.at(view)
+        if at is None:
+            nothing = (None,) * len(candidates)
+            return Prices(None, nothing, tuple(self._unmeasured(one) for one in candidates))
+        plain_ms = at.round_ms(0, lanes, lanes)
+        spec_ms = tuple(
+            at.round_ms(one.draft_steps, lanes, lanes * (one.draft_steps + 1), one.draft_loops)
+            for one in candidates
+        )
+        ratios = tuple(
+            self._unmeasured(one) if ms is None or plain_ms is None else ms / plain_ms
+            for one, ms in zip(candidates, spec_ms, strict=True)
+        )
+        return Prices(plain_ms, spec_ms, ratios)
+
+    def _unmeasured(self, candidate: Candidate) -> float | None:
+        if candidate.off is not None:
+            return 1.0 + candidate.draft_steps * candidate.off
+        if self._ideal is None or candidate.draft_loops is None:
+            return None
+        return 1.0 + candidate.draft_steps * candidate.draft_loops / self._ideal.loops
+
+
+def gain_from(candidate: Candidate, acceptance: float, ratio: float | None) -> float | None:
+    """(1 + K a) / (T_spec / T_native)."""
+    return None if ratio is None else (1.0 + candidate.draft_steps * acceptance) / ratio
