@@ -28,7 +28,9 @@ REPO = Path(__file__).resolve().parent.parent
 COSTS = {Control.DRAFT_STEP: CpuCosts(), Control.TARGET_VERIFY: CpuCosts(block_ms=(5.0, 0.15))}
 
 
-@pytest.fixture(scope="module", params=list(Control), ids=lambda control: control.value)
+@pytest.fixture(
+    scope="module", params=[Control.DRAFT_STEP, Control.TARGET_VERIFY], ids=lambda control: control.value
+)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Control, Path]:
     path = tmp_path_factory.mktemp("costs") / "costs.json"
     write_bundle(path, bundle_of(request.param, COSTS[request.param]))

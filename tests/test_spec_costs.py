@@ -386,7 +386,7 @@ def test_a_lost_round_names_the_loops(rig: Rig) -> None:
 
 @pytest.mark.parametrize("growth", [None, 12])
 def test_requests_that_have_grown_enough_make_way_for_others(rig: Rig, growth: int | None) -> None:
-    """Plain rounds commit one token: the windows end at 28, 33 and 38 tokens. A growth of 12 is no more than
+    """Plain rounds commit one token: windows end at 28, 33 and 38 tokens. With a growth of 12 no more than
     32: the second begins afresh, and ends at 26, the third at 31."""
     device: Device = rig.device(cost_ms)
     effective = effective_of([Point(0, 0, 2, 2)], (ContextInterval(20, 1, 400),), kv_growth=growth)

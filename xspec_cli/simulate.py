@@ -16,6 +16,7 @@ from typing import Any
 
 from xspec.core.shapes import BucketGrid, TargetTiers
 from xspec.cost.bundle import Bundle, read_saved_costs
+from xspec.cost.schema import Control
 from xspec.errors import ConfigError
 from xspec.policy.geometry import PolicyGeometry
 from xspec.policy.settings import DraftStepSettings, parse_draft_step_config
@@ -125,6 +126,11 @@ def saved_costs(path: Path) -> Bundle:
     if bundle is None:
         raise ConfigError(
             f"--cost_table={path}: a bare table does not say what was captured; allowed: one that xspec saved"
+        )
+    if bundle.control is Control.SPEC:
+        raise ConfigError(
+            f"--cost_table={path}: costs of (K, d), whose policies need match flags, not rates by position; "
+            "allowed: costs of draft_step or target_verify"
         )
     return bundle
 
