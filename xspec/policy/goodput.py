@@ -202,7 +202,9 @@ class GoodputPolicy:
         self._reasons[plan.reason] += 1
         self._switches["switch"] += plan.reason == "switch"
         shifted = self._flags.observe(feedback)
-        self._looking.observe(feedback, [evidence.rate for evidence in self._flags.evidence], shifted)
+        rates = [evidence.rate for evidence in self._flags.evidence]
+        least = min(evidence.total for evidence in self._flags.evidence)
+        self._looking.observe(feedback, rates, least, shifted)
         if self._batches % KEEP_EVERY == 0:
             self._flags.keep([row.sequence_id for row in feedback.rows])
 

@@ -20,6 +20,9 @@ MAX_STRETCH = 4
 STABLE_RATE = 0.05
 """Match rates that differ by less between two bursts are the same."""
 
+THIN_FLAGS, THIN_SHARE = 128.0, 4.0
+"""Until every depth has so many flags, bursts come at so many times the share: a first impression is noise."""
+
 OFF_BURST = 4
 """Rounds of a burst while speculation is off."""
 
@@ -48,6 +51,7 @@ class Looking:
         self._dearest_ms = 0.0
         self._retired_id = -1
         self._shadow_rounds = 0
+        self._thin = True
         self._unsure = False  # acceptance has shifted: burst follows burst until one says nothing new
         if shadows:
             self._quota.start(settings.shadow_burst)
@@ -69,8 +73,11 @@ class Looking:
         self._retired_id = plan_id
         self._quota.retire(plan_id)
 
-    def observe(self, feedback: RoundFeedback, rates: list[float], shifted: bool) -> None:
-        """A decode round retired. `rates`: match rates of all depths after it; `shifted`: they jumped."""
+    def observe(
+        self, feedback: RoundFeedback, rates: list[float], least_flags: float, shifted: bool
+    ) -> None:
+        """A decode round retired. `rates`: match rates of all depths after it; `least_flags`: what the least
+        known of them stands on; `shifted`: they jumped."""
         plan = feedback.plan
         burst = self._quota.open
         self.retire(plan.plan_id)
@@ -78,6 +85,7 @@ class Looking:
         if not self._shadows:
             self._earn(plan)
             return
+        self._thin = least_flags < THIN_FLAGS
         off = plan.draft_steps == 0
         if off != self._off:
             self._off, self._off_gap, self._stretch = off, self._disable.backoff_first, 1
@@ -96,6 +104,8 @@ class Looking:
         if self._off:
             return self._off_gap
         share = self._settings.shadow_share / self._stretch
+        if self._thin:
+            share = min(0.5, THIN_SHARE * self._settings.shadow_share)
         return max(0, round(self._settings.shadow_burst * (1.0 / share - 1.0)))
 
     def _end_burst(self, rates: list[float]) -> None:

@@ -19,8 +19,8 @@ from xspec.policy.acceptance import PRIOR_RATE, PRIOR_TRIALS
 SHRINK_TRIALS = 8.0
 """Trials that a rate must have itself before it counts as much as the one it is derived from."""
 
-SHORT_FLAGS = 24.0
-"""Flags of late, without a gap, that are held against the longer memory."""
+SHORT_FLAGS = (24.0, 96.0)
+"""Flags of late, without a gap, that are held against the longer memory: few show a jump, more a step."""
 
 SHIFT_SIGMAS, SHIFT_RATE, SHIFT_LEAST = 3.5, 0.15, 3.5
 """They show a shift if they differ by so many standard deviations, and by so much, and are so many."""
@@ -41,12 +41,13 @@ class DepthFlags:
     hits: list[list[float]] = field(init=False)
     total: float = 0.0
     matched: float = 0.0
-    short_total: float = 0.0
-    short_matched: float = 0.0
+    late_total: list[float] = field(init=False)  # by SHORT_FLAGS
+    late_matched: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.trials = [[0.0] * steps for steps in self.steps]
         self.hits = [[0.0] * steps for steps in self.steps]
+        self._forget_late()
 
     def add(self, counts: Mapping[int, Sequence[int]]) -> None:
         """`counts[r]`: (misses, matches) at flags behind exactly r matches since a round surely began there.
@@ -56,16 +57,17 @@ class DepthFlags:
         """
         flags = sum(map(sum, counts.values()))
         if not flags:
-            self.short_total = self.short_matched = 0.0
+            self._forget_late()
             return
         self._scale((1.0 - 1.0 / self.window) ** flags)
-        short = (1.0 - 1.0 / SHORT_FLAGS) ** flags
-        self.short_total, self.short_matched = self.short_total * short, self.short_matched * short
+        matched = sum(matches for _, matches in counts.values())
+        self.total += flags
+        self.matched += matched
+        for w, short in enumerate(SHORT_FLAGS):
+            kept = (1.0 - 1.0 / short) ** flags
+            self.late_total[w] = self.late_total[w] * kept + flags
+            self.late_matched[w] = self.late_matched[w] * kept + matched
         for run, (misses, matches) in counts.items():
-            self.total += misses + matches
-            self.matched += matches
-            self.short_total += misses + matches
-            self.short_matched += matches
             for n, steps in enumerate(self.steps):
                 draft = run % (steps + 1)
                 if draft < steps:
@@ -74,18 +76,24 @@ class DepthFlags:
 
     def shifted(self) -> bool:
         """Whether the flags of late are not like those of the longer memory."""
-        if self.short_total < SHIFT_LEAST:
+        if self.late_total[0] < SHIFT_LEAST:
             return False
-        rate, late = self.matched / self.total, self.short_matched / self.short_total
+        rate = self.matched / self.total
         inside = min(max(rate, 0.02), 0.98)
-        deviation = (inside * (1.0 - inside) / self.short_total) ** 0.5
-        return bool(abs(late - rate) > max(SHIFT_SIGMAS * deviation, SHIFT_RATE))
+        for total, matched in zip(self.late_total, self.late_matched, strict=True):
+            deviation = (inside * (1.0 - inside) / total) ** 0.5
+            if abs(matched / total - rate) > max(SHIFT_SIGMAS * deviation, SHIFT_RATE):
+                return True
+        return False
 
     def forget(self) -> None:
         """Begin anew, from what the flags of late say: what is older may not be true any more."""
-        self.prior = (self.short_matched + self.rate) / (self.short_total + 1.0)
+        self.prior = (self.late_matched[0] + self.rate) / (self.late_total[0] + 1.0)
         self._scale(0.0)
-        self.short_total = self.short_matched = 0.0
+        self._forget_late()
+
+    def _forget_late(self) -> None:
+        self.late_total, self.late_matched = [0.0] * len(SHORT_FLAGS), [0.0] * len(SHORT_FLAGS)
 
     def _scale(self, factor: float) -> None:
         self.total *= factor

@@ -84,7 +84,7 @@ class GoodputSettings:
     interval: int = 4
     shadow_share: float = 0.0625
     shadow_burst: int = 8
-    window_flags: int = 1024
+    window_flags: int = 512
 
 
 @dataclass(frozen=True, slots=True)

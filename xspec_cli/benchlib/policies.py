@@ -18,7 +18,7 @@ from xspec_cli.benchlib.rounds import RoundFigures
 
 ADAPTIVE = "adaptive"
 PLAIN = ("plain", "fixed:0")
-_NAME = re.compile(r"adaptive|plain|fixed:\d{1,3}(:\d{1,3})?")
+_NAME = re.compile(r"adaptive|plain|acceptance_ema|goodput|fixed:\d{1,3}([:@]\d{1,3})?")
 IDLE_TRIES, IDLE_PAUSE_S = 100, 0.02
 """The last round of a finished request may still be in flight when the next policy wants its turn."""
 
@@ -29,7 +29,8 @@ def check_policies(names: Sequence[str]) -> None:
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"--policies={name}: allowed: adaptive (what the engine's flags enable), plain, "
-                "fixed:K (draft K, verify all), fixed:K:V (draft K, verify V)"
+                "fixed:K (draft K, verify all), fixed:K:V (draft K, verify V), fixed:K@d (looped), "
+                "acceptance_ema, goodput"
             )
     if len(set(names)) < len(names):
         raise ConfigError(f"--policies={','.join(names)}: allowed: different policies")
