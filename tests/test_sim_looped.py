@@ -161,8 +161,7 @@ def test_a_spell_without_any_acceptance(clients: int) -> None:
 def test_acceptance_that_shifts_is_followed(clients: int) -> None:
     phases = ((clients, 0.8, 0), (clients, 0.8, 1), (clients, 0.8, 0))
     found = contest((CODE, PROSE), phases, answers=(32, 64))
-    # one request tells a few tokens a round, and 300 rounds of its phases are half over when they have
-    assert rate_of(found.of(GOODPUT), None) >= (0.93 if clients == 1 else 0.97) * found.per_phase_best()
+    assert rate_of(found.of(GOODPUT), None) >= 0.97 * found.per_phase_best()
     assert rate_of(found.of(EMA), None) >= 0.93 * found.per_phase_best()
 
 
@@ -180,7 +179,7 @@ def test_acceptance_that_shifts_is_followed(clients: int) -> None:
 )
 def test_where_the_first_loop_cannot_draft_its_depth_is_left(clients: int) -> None:
     """From a config that was made for a model whose first loop can: within 64 rounds, and near the best."""
-    found = contest((LAST_LOOP_ONLY,), ((clients, 0.3, 0), (clients, 2.4, 0)))
+    found = contest((LAST_LOOP_ONLY,), ((clients, 0.3, 0), (clients, 1.2, 0)))
     best = rate_of(found.best_fixed(1), 1)
     for name, share in ((GOODPUT, 0.98), (EMA, 0.95)):
         late = [*rounds(found, name, 0)[64:], *rounds(found, name, 1)]

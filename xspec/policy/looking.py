@@ -21,7 +21,7 @@ STABLE_RATE = 0.05
 """Match rates that differ by less between two bursts are the same."""
 
 THIN_FLAGS, THIN_SHARE = 128.0, 4.0
-"""Until every depth has so many flags, bursts come at so many times the share: a first impression is noise."""
+"""Until every depth has so many flags, bursts come at so many times the share: few flags are noise."""
 
 OFF_BURST = 4
 """Rounds of a burst while speculation is off."""
@@ -73,9 +73,7 @@ class Looking:
         self._retired_id = plan_id
         self._quota.retire(plan_id)
 
-    def observe(
-        self, feedback: RoundFeedback, rates: list[float], least_flags: float, shifted: bool
-    ) -> None:
+    def observe(self, feedback: RoundFeedback, rates: list[float], least_flags: float, shifted: bool) -> None:
         """A decode round retired. `rates`: match rates of all depths after it; `least_flags`: what the least
         known of them stands on; `shifted`: they jumped."""
         plan = feedback.plan
