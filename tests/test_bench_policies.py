@@ -130,7 +130,7 @@ def test_policies_rotate_on_the_same_prompts() -> None:
 def test_each_run_has_the_rounds_of_its_own_turn() -> None:
     runs = plan_runs(PolicyEngine(), ("adaptive", "fixed:0"), options(warmup=5))
     adaptive, plain = (run.rounds for run in runs)
-    assert adaptive == RoundFigures(2, 2, 4.0, 1.0, 3.0, 12.0, 0.0, 0, pytest.approx(1.1))
+    assert adaptive == RoundFigures(2, 2, 4.0, 1.0, 3.0, 12.0, 0.0, 0, pytest.approx(1.1), (("3", 2),))
     assert plain is not None and (plain.rounds, plain.acceptance, plain.plain_share) == (2, None, 1.0)
 
 
@@ -200,6 +200,7 @@ def test_figures_of_rounds_by_hand() -> None:
         plain_share=0.5,
         switches=2,  # 3 to 0, 0 to 3; the probe is none
         time_ratio=1.0,  # between 20 / 25 and 12 / 10; prompts and unsteady intervals are left out
+        choices=(("plain", 3), ("3", 2), ("1", 1)),
     )
     assert round_figures(rounds[:1]) is None
 
@@ -454,6 +455,9 @@ def test_what_the_flags_mean() -> None:
     assert found.plan.levels == (Level(phases=(Phase(1, 5.0), Phase(2, 5.0))),)
     assert (found.plan.rotate, found.plan.hindsight, found.plan.settle_s) == (True, True, 0.0)
     assert (job().contest, job().plan.rotate, job().plan.hindsight) == (None, False, False)
+    looped = ("plain", "fixed:4@2", "acceptance_ema", "goodput")
+    assert contest(looped) == Contest(looped, looped[:2], "plain")
+    assert contest(looped).candidates == looped[2:]
     assert contest(["fixed:1", "fixed:0:0"]) == Contest(("fixed:1", "fixed:0:0"), ("fixed:1", "fixed:0:0"))
 
 

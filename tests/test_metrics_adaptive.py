@@ -221,3 +221,50 @@ def test_a_round_costs_the_event_loop_little() -> None:
     metrics = counted(*[told(3, *[row(3, 2)] * 32)] * 1000)
     series = metrics._adaptive
     assert series is not None and len(series._drafted) == len(series._ratios) == 200
+
+
+def chose(
+    steps: int,
+    depth: int | None = None,
+    *,
+    reason: str = "candidate",
+    range_index: int | None = 0,
+    candidate: int | None = None,
+) -> RoundFeedback:
+    plan = SpeculationPlan(
+        0, "p", steps, depth=depth, reason=reason, range_index=range_index, candidate_index=candidate
+    )
+    return RoundFeedback(plan, RoundShape(1 if steps else 0, steps + 1, 0, 1), (row(0, 0, 0),), None, 0, 1)
+
+
+def test_pairs_and_why_they_changed_by_hand() -> None:
+    """Probes and rounds that can draft nothing are run but not settled on."""
+    metrics = Metrics("m", draft_width=8, adaptive=True, pairs=True)
+    for feedback in (
+        chose(4, 2, candidate=1),
+        chose(8, 2, candidate=2),  # candidate
+        chose(0, reason="off"),  # off
+        chose(4, 2, candidate=1, reason="probe"),
+        chose(0, reason="nothing_to_draft", range_index=None),
+        chose(4, 2, candidate=1),  # on
+        chose(1, 3, candidate=0, range_index=1),  # range
+        chose(1, 3, candidate=0, range_index=1),
+        chose(1, 2, reason="switch", range_index=1),  # switch
+        chose(2, 2, reason="hold", range_index=1),  # batch: held for another batch size
+    ):
+        metrics.round_retired(feedback)
+    assert adaptive(metrics, "draft_loops") == 2 and adaptive(metrics, "range_index") == 1
+    assert adaptive(metrics, "candidate_index") == 0
+    summary = metrics.adaptive_summary()
+    assert summary is not None
+    assert summary["pair_rounds"] == {"plain": 2, "4@2": 3, "8@2": 1, "1@3": 2, "1@2": 1, "2@2": 1}
+    assert summary["pair_switches"] == {
+        "range": 1, "off": 1, "on": 1, "candidate": 1, "switch": 1, "batch": 1,
+    }  # fmt: skip
+    assert adaptive(metrics, "pair_switches_total", reason="range") == 1
+    assert adaptive(metrics, "pair_rounds_total", pair="4@2") == 3
+    # in numbers of draft steps: 4 to 8, to plain, back, 4 to 1; the last two chose other loops, or nothing
+    assert summary["switches"] == {"deeper": 1, "shallower": 1, "to_plain": 1, "from_plain": 1}
+    without = Metrics("m", draft_width=8, adaptive=True)
+    without.round_retired(chose(4, 2))
+    assert PREFIX + "pair_rounds_total" not in names(without)

@@ -17,7 +17,7 @@ from xspec.core.drafts import DraftCounts, DraftTotals
 from xspec.core.request import FinishReason
 from xspec.core.round import RoundFeedback
 from xspec.metrics_families import Counter, Family, Gauge, Histogram
-from xspec.metrics_speculation import AdaptiveSeries, DraftSeries
+from xspec.metrics_speculation import AdaptiveSeries, DraftSeries, PairSeries
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -48,7 +48,8 @@ class Metrics(Collector):
     """What one engine counts. Called on the event loop thread only, so nothing here locks.
 
     `draft_width`: most tokens drafted in a round. 0: no drafter is loaded, and no series speaks of drafts.
-    `adaptive`: whether a policy that adapts plans the rounds, which has series of its own.
+    `adaptive`: whether a policy that adapts plans the rounds, which has series of its own; `pairs`: whether
+    it chooses (K, d), which has more.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Metrics(Collector):
         max_model_len: int = 131072,
         draft_width: int = 0,
         adaptive: bool = False,
+        pairs: bool = False,
     ) -> None:
         self.observers: list[Callable[[RoundFeedback], None]] = []  # told of every round, for benchmarks
         self._model_name = model_name
         self.draft_width = draft_width
         self._drafts = DraftSeries(draft_width) if draft_width else None
         self._adaptive = AdaptiveSeries(draft_width) if adaptive else None
+        self._pairs = PairSeries() if pairs else None
         tokens = _tokens_upto(max_model_len)
         reasons = [str(reason) for reason in FinishReason]
         self._running = Gauge("num_requests_running", "Requests in execution.")
@@ -107,6 +110,8 @@ class Metrics(Collector):
             self._round_ms.observe(feedback.round_ms)
         if self._adaptive is not None:
             self._adaptive.observe(feedback)
+        if self._pairs is not None:
+            self._pairs.observe(feedback)
         for observer in self.observers:
             observer(feedback)
 
@@ -167,7 +172,9 @@ class Metrics(Collector):
 
     def adaptive_summary(self) -> dict[str, Any] | None:
         """What adaptation did and how its predictions fared, JSON-ready; None where no policy adapts."""
-        return None if self._adaptive is None else self._adaptive.summary()
+        if self._adaptive is None:
+            return None
+        return self._adaptive.summary() | ({} if self._pairs is None else self._pairs.summary())
 
     def collect(self) -> Iterator[Metric]:
         """Every family in a fixed order; prometheus-client calls this for each scrape."""
@@ -176,6 +183,8 @@ class Metrics(Collector):
             yield from self._drafts.render(self._model_name)
         if self._adaptive is not None:
             yield from self._adaptive.render(self._model_name)
+        if self._pairs is not None:
+            yield from self._pairs.render(self._model_name)
 
     def render(self) -> tuple[bytes, str]:
         """The exposition text and its content type."""

@@ -23,7 +23,8 @@ WINDOW_ROUNDS = 200
 """Rounds that the gauges of the recent past look back on."""
 
 SWITCH, PROBE = "switch", "probe"
-SETTLED = ("initial", SWITCH, "hold", "tier")
+CANDIDATE, OFF = "candidate", "off"
+SETTLED = ("initial", SWITCH, "hold", "tier", CANDIDATE, OFF)
 """What the reason of a plan says whose depth the policy has settled on. A probe, a round without costs and
 one in which nothing can be drafted run what they run once."""
 
@@ -161,7 +162,8 @@ class AdaptiveSeries:
         if reason not in SETTLED:
             return
         before, self._depth = self._depth, plan.draft_steps
-        if reason == SWITCH and before is not None and before != plan.draft_steps:
+        # A policy of candidates says of every round what it is at, so that a change is a switch.
+        if reason in (SWITCH, CANDIDATE, OFF) and before is not None and before != plan.draft_steps:
             self._switches.add(1, _direction(before, plan.draft_steps))
 
     def survival(self) -> dict[int, float]:
@@ -213,6 +215,80 @@ class AdaptiveSeries:
             ((str(position), share) for position, share in self.survival().items()),
             "position",
         )
+
+
+class PairSeries:
+    """Which (K, d) a policy of --speculation_policy ran, and why it changed.
+
+    Reasons: "range" (a batch of another size), "off" and "on" (to and from plain rounds), "candidate" (a move
+    inside the range), "switch" (another pair promises more), "batch" (what was held for another batch size).
+    """
+
+    def __init__(self) -> None:
+        name = "spec_decode_adaptive_"
+        self._settled: SpeculationPlan | None = None
+        self._loops = Gauge(f"{name}draft_loops", "Loops that drafted in the last decode round; 0: none.")
+        self._candidate = Gauge(f"{name}candidate_index", "Candidate of the last round that had one, from 0.")
+        self._range = Gauge(f"{name}range_index", "Batch range of the last round that had one, from 0.")
+        self._rounds = Counter(
+            f"{name}pair_rounds", "Decode rounds by what they ran: plain, K or K@d.", "pair", ("plain",)
+        )
+        self._switches = Counter(
+            f"{name}pair_switches", "Changes of the (K, d) settled on.", "reason",
+            ("range", OFF, "on", CANDIDATE, SWITCH, "batch"),
+        )  # fmt: skip
+
+    def observe(self, feedback: RoundFeedback) -> None:
+        plan, shape = feedback.plan, feedback.shape
+        if plan.reason.partition(":")[0] in SETTLED:
+            self._settle(plan)
+        if not shape.target_rows:
+            return
+        drafted = bool(shape.draft_rows)
+        self._loops.value = (plan.depth or 0) if drafted else 0
+        self._rounds.add(1, pair_of(plan) if drafted else "plain")
+        if plan.candidate_index is not None:
+            self._candidate.value = plan.candidate_index
+        if plan.range_index is not None:
+            self._range.value = plan.range_index
+
+    def _settle(self, plan: SpeculationPlan) -> None:
+        before, self._settled = self._settled, plan
+        if before is not None and pair_of(before) != pair_of(plan):
+            self._switches.add(1, _why(before, plan))
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "draft_loops": self._loops.value,
+            "candidate_index": self._candidate.value,
+            "range_index": self._range.value,
+            "pair_rounds": dict(self._rounds.values),
+            "pair_switches": dict(self._switches.values),
+        }
+
+    def render(self, model_name: str) -> Iterator[Metric]:
+        families: tuple[Family, ...] = (
+            self._loops, self._candidate, self._range, self._rounds, self._switches,
+        )  # fmt: skip
+        yield from (family.render(model_name) for family in families)
+
+
+def pair_of(plan: SpeculationPlan) -> str:
+    """ "plain", "K" or, of a looped target, "K@d"."""
+    if not plan.draft_steps:
+        return "plain"
+    return str(plan.draft_steps) if plan.depth is None else f"{plan.draft_steps}@{plan.depth}"
+
+
+def _why(before: SpeculationPlan, after: SpeculationPlan) -> str:
+    if before.range_index != after.range_index:
+        return "range"
+    if not after.draft_steps:
+        return OFF
+    if not before.draft_steps:
+        return "on"
+    reason = after.reason.partition(":")[0]
+    return reason if reason in (CANDIDATE, SWITCH) else "batch"
 
 
 def _gauge(

@@ -44,7 +44,8 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         Kind.LIST,
         (),
         "policies of the engine in this process that take turns and are compared with the first: adaptive "
-        "(what the engine's flags enable), plain, fixed:K, fixed:K:V; the prefix cache is off",
+        "(what the engine's flags enable), plain, fixed:K, fixed:K:V, fixed:K@d, acceptance_ema, goodput; "
+        "the prefix cache is off",
     ),
     command(
         "hindsight",

@@ -55,7 +55,7 @@ def _speedups(figure: Any, sampled: Sampled, config: AdaptiveSpecConfig) -> None
 def _acceptances(figure: Any, sampled: Sampled, config: AdaptiveSpecConfig) -> None:
     cells = {pair: counted.acceptance for pair, counted in sampled.selection.grid.items()}
     axes = figure.subplots()
-    _heat(axes, cells, sampled, "viridis", 0.0, 1.0)
+    _heat(axes, cells, sampled, "viridis", 0.0, 1.0, dark=0.5)
     axes.set_title("accepted of the proposed drafts", fontsize=10)
 
 
@@ -68,7 +68,7 @@ def _against_acceptance(figure: Any, sampled: Sampled, config: AdaptiveSpecConfi
     for depth in sampled.depths:
         for rank, steps in enumerate(steps_all):
             ys = [ideal_speedup(loops, steps, depth, x) for x in xs]
-            label = f"ideal, d = {depth}" if rank == 0 else None
+            label = f"ideal, d = {depth}" if steps == steps_all[-1] else None
             axes.plot(xs, ys, color=f"C{depth + 3}", linewidth=0.4 + 0.4 * rank, alpha=0.6, label=label)
     for index, requests in enumerate(sampled.settings.requests):
         mine = [s for s in sampled.screened if s.requests == requests]
@@ -114,9 +114,15 @@ def _predictions(figure: Any, sampled: Sampled, config: AdaptiveSpecConfig) -> N
 
 
 def _heat(
-    axes: Any, cells: Mapping[Pair, float], sampled: Sampled, colours: str, low: float, high: float
+    axes: Any,
+    cells: Mapping[Pair, float],
+    sampled: Sampled,
+    colours: str,
+    low: float,
+    high: float,
+    dark: float = -1.0,
 ) -> None:
-    """K up, d across, the value in each cell; an empty one was not measured."""
+    """K up, d across, the value in each cell, white below `dark`; an empty one was not measured."""
     steps = sorted({pair[0] for pair in sampled.pairs})
     nan = float("nan")
     rows = [[cells.get((k, depth), nan) for depth in sampled.depths] for k in steps]
@@ -124,7 +130,8 @@ def _heat(
     for y, row in enumerate(rows):
         for x, value in enumerate(row):
             if value == value:
-                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9)
+                ink = "white" if value < dark else "black"
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, color=ink)
     axes.set_xticks(range(len(sampled.depths)), [f"{depth}" for depth in sampled.depths])
     axes.set_yticks(range(len(steps)), [f"{k}" for k in steps])
     axes.set_xlabel("d (draft loops)")

@@ -1,7 +1,7 @@
 """From offline sampling to the file of `--adaptive_spec_config`: candidates, thresholds, what they hold for.
 
-Chooses nothing by speed alone: order and thresholds follow from the measured costs, the first choice from the
-confirmed throughput.
+Order and thresholds follow from acceptance and costs, of confirmed pairs those that the trials saw; the first
+choice from the confirmed throughput.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_config(
     ranges = []
     sizes = sampled.settings.requests
     for requests, (first, last) in zip(sizes, batch_ranges(sizes, most_requests), strict=True):
-        plain_ms, of_pair = sampled.costs[requests]
+        plain_ms, of_pair = sampled.confirmed_costs(requests)
         acceptance = {pair: sampled.selection.grid[pair].acceptance for pair in of_pair}
         candidates, best, _ = derive_candidates(acceptance, of_pair.get, plain_ms)
         names = [(one.draft_steps, one.draft_loops) for one in candidates]

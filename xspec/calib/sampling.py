@@ -74,7 +74,8 @@ class Screened:
 @dataclass(frozen=True, slots=True)
 class Confirmed:
     """A pair (None: plain rounds) that ran in the engine with long answers. `measured`: decode tokens/s, the
-    median of the repeats; `end_to_end`: with prompts; `predicted`: by the table and the selection prompts."""
+    median of the repeats; `end_to_end`: with prompts; `predicted`: by the table and the selection prompts.
+    `round_ms`: of a decode round, None where none was seen with all requests."""
 
     requests: int
     pair: Pair | None
@@ -82,6 +83,7 @@ class Confirmed:
     measured: float
     end_to_end: float
     acceptance: float
+    round_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,14 @@ class Sampled:
     def best(self, requests: int) -> Confirmed:
         """What was fastest in the engine on the selection prompts, plain rounds included."""
         return max((c for c in self.confirmed if c.requests == requests), key=lambda c: c.measured)
+
+    def confirmed_costs(self, requests: int) -> tuple[float, Mapping[Pair, float]]:
+        """(ms of a plain round, of every pair's): as the trials saw them. Pairs that did not run keep what
+        the table says, times what plain rounds took in the trials over what it says of them."""
+        plain_ms, of_pair = self.costs[requests]
+        seen = {c.pair: c.round_ms for c in self.confirmed if c.requests == requests}
+        plain = seen.get(None) or plain_ms
+        return plain, {pair: seen.get(pair) or ms * plain / plain_ms for pair, ms in of_pair.items()}
 
     def best_pair(self, requests: int) -> Pair:
         """The fastest pair, though plain rounds may be faster."""
@@ -294,6 +304,7 @@ class Sampler:
                 measured=statistics.median(decode),
                 end_to_end=statistics.median(t.tokens_per_s for t in ran),
                 acceptance=ran[0].acceptance,
+                round_ms=_median([t.round_ms for t in ran if t.round_ms is not None]),
             )
 
 
@@ -302,6 +313,10 @@ def batch_ranges(requests: Sequence[int], most: int) -> list[tuple[int, int]]:
     ends = [math.isqrt(one * two) for one, two in zip(requests, requests[1:], strict=False)]
     firsts = [1, *(end + 1 for end in ends)]
     return list(zip(firsts, [*ends, max(most, requests[-1])], strict=True))
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _cycled(values: Sequence[T], count: int) -> list[T]:

@@ -44,6 +44,11 @@ class Trial:
         return 1e3 * self.steady_tokens / self.steady_ms if self.steady_rounds else None
 
     @property
+    def round_ms(self) -> float | None:
+        """Mean of the steady rounds."""
+        return self.steady_ms / self.steady_rounds if self.steady_rounds else None
+
+    @property
     def acceptance(self) -> float:
         return self.accepted / self.proposed if self.proposed else 0.0
 

@@ -156,6 +156,7 @@ def _start(built: Built, text: TextAssets) -> AsyncEngine:
             max_model_len=parts.max_model_len,
             draft_width=0 if drafter is None else drafter.steps,
             adaptive=choices.adaptation is not None,
+            pairs=choices.adaptation is not None and choices.adaptation.spec is not None,
         ),
         admission=Admission(
             max_model_len=parts.max_model_len,

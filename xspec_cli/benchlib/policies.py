@@ -16,7 +16,7 @@ from xspec_cli.benchlib.load import Answer, Clock, Target
 from xspec_cli.benchlib.prompts import Prompt
 from xspec_cli.benchlib.rounds import RoundFigures
 
-ADAPTIVE = "adaptive"
+ADAPTIVE = ("adaptive", "acceptance_ema", "goodput")
 PLAIN = ("plain", "fixed:0")
 _NAME = re.compile(r"adaptive|plain|acceptance_ema|goodput|fixed:\d{1,3}([:@]\d{1,3})?")
 IDLE_TRIES, IDLE_PAUSE_S = 100, 0.02
@@ -37,8 +37,8 @@ def check_policies(names: Sequence[str]) -> None:
 
 
 def contest(names: Sequence[str]) -> Contest:
-    """Everything but `adaptive` is fixed."""
-    fixed = tuple(name for name in names if name != ADAPTIVE)
+    """Everything that does not adapt is fixed."""
+    fixed = tuple(name for name in names if name not in ADAPTIVE)
     return Contest(tuple(names), fixed, next((name for name in fixed if name in PLAIN), None))
 
 

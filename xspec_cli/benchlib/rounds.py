@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xspec.core.round import RoundFeedback
+from xspec.metrics_speculation import pair_of
 from xspec_cli.benchlib.stats import mean, median
 
 PROBE = "probe"
@@ -22,7 +24,8 @@ class RoundFigures:
     """Rounds that decoded. `rows` counts requests over them: a round of eight requests adds eight.
 
     `time_ratio` is measured over predicted round time, the median over rounds in a row that had no prompt to
-    compute; `switches` are changes of the drafted depth from one round to the next, probes left out.
+    compute; `switches` are changes of what is drafted from one round to the next, probes left out.
+    `choices`: rounds by what they ran, "plain", "K" or (looped) "K@d", most frequent first.
     """
 
     rounds: int
@@ -34,6 +37,7 @@ class RoundFigures:
     plain_share: float  # of the rounds, those that drafted nothing
     switches: int
     time_ratio: float | None = None
+    choices: tuple[tuple[str, int], ...] = ()
 
 
 def round_figures(feedbacks: Sequence[RoundFeedback]) -> RoundFigures | None:
@@ -44,7 +48,7 @@ def round_figures(feedbacks: Sequence[RoundFeedback]) -> RoundFigures | None:
     rows = [row for feedback in decoded for row in feedback.rows]
     verified = sum(row.verified for row in rows)
     steps = [feedback.plan.draft_steps for feedback in decoded]
-    settled = [f.plan.draft_steps for f in decoded if f.plan.reason.partition(":")[0] != PROBE]
+    settled = [pair_of(f.plan) for f in decoded if f.plan.reason.partition(":")[0] != PROBE]
     ratios = [ratio for feedback in decoded if (ratio := _time_ratio(feedback)) is not None]
     return RoundFigures(
         rounds=len(decoded),
@@ -56,6 +60,7 @@ def round_figures(feedbacks: Sequence[RoundFeedback]) -> RoundFigures | None:
         plain_share=steps.count(0) / len(steps),
         switches=sum(now != then for then, now in zip(settled, settled[1:], strict=False)),
         time_ratio=median(ratios) if ratios else None,
+        choices=tuple(Counter(pair_of(f.plan) for f in decoded).most_common()),
     )
 
 
