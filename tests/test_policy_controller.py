@@ -201,6 +201,21 @@ def test_a_dearer_candidate_is_left_for_the_cheapest_first() -> None:
     assert [chosen(plan)[:2] for plan in plans] == [(4, 1), (1, 2), (1, 2), (0, None), (0, None)]
 
 
+def test_a_candidate_that_loses_least_is_switched_off_too() -> None:
+    """4@1 between its thresholds at a gain of (1 + 3/4) / (8/4): no move is due, and it loses."""
+    lone = BatchRange(
+        1, 8, (Candidate(1, 1, up=0.6, off=0.9), Candidate(4, 1, down=0.1, off=0.325)), initial=1
+    )
+    policy = controller(replace(spec(), ranges=(lone,)))
+    for number in range(40):
+        plan = policy.plan(view(number, 4))
+        if not plan.draft_steps:
+            break
+        assert plan.candidate_index == 1
+        policy.observe(feedback(plan, [row(i, 4, int(i < 3)) for i in range(4)]))
+    assert policy.status()["ranges"][0]["events"]["off"] == 1
+
+
 def test_a_gain_inside_the_margin_does_not_switch_off() -> None:
     """1@2 gains exactly 1 at .5 in the idealized model."""
     policy = controller()

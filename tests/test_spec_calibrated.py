@@ -266,6 +266,7 @@ SAMPLE = ["--speculation_policy=goodput", "--candidates_output=c.json"]
         ([*SAMPLE, "--requests=1,9", "--max_seqs_per_batch=8"], "--requests=9: allowed: integers from 1 to"),
         ([*SAMPLE, "--requests=2,2"], "--requests=2,2: allowed: different batch sizes"),
         ([*SAMPLE, "--requests=x"], "--requests=x: allowed"),
+        ([*SAMPLE, "--screen_tokens=64", "--confirm_tokens=32"], "--screen_tokens=64: allowed: up to"),
         ([*SAMPLE, "--match_flags_output=c.json"], "is the file of --match_flags_output too"),
         ([*SAMPLE, "--adaptive_spec_cost_table_output=c.json"], "allowed: two files"),
         (["--speculation_policy=goodput", "--candidates_output=/no/where/c.json"], "does not exist"),

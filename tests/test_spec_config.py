@@ -182,9 +182,9 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     # model and provenance
     (lambda d: d["model"].pop("name"), "model: name is missing"),
     (lambda d: d["model"].update(name=""), 'model.name: found ""; allowed: text, not empty'),
-    (lambda d: d["model"].update(loops=1), "model.loops: found 1; allowed: integers from 2 to 1024"),
-    (lambda d: d["model"].update(loops=4.0), "model.loops: found 4.0; allowed: integers from 2 to 1024"),
-    (lambda d: d["model"].update(loops=None), "model.loops: found null; allowed: integers from 2 to 1024"),
+    (lambda d: d["model"].update(loops=1), "model.loops: found 1; allowed: integers from 2 to 256"),
+    (lambda d: d["model"].update(loops=4.0), "model.loops: found 4.0; allowed: integers from 2 to 256"),
+    (lambda d: d["model"].update(loops=None), "model.loops: found null; allowed: integers from 2 to 256"),
     (lambda d: d["provenance"].pop("kind"), "provenance: kind is missing"),
     (lambda d: d["provenance"].pop("source"), "provenance: source is missing"),
     (
@@ -249,7 +249,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     ),
     (
         lambda d: candidate(d).update(draft_loops=0),
-        "ranges[0].candidates[1].draft_loops: found 0; allowed: integers from 1 to 1024",
+        "ranges[0].candidates[1].draft_loops: found 0; allowed: integers from 1 to 255",
     ),
     (
         lambda d: candidate(d).update(draft_loops=4),
@@ -419,6 +419,21 @@ def test_loops_without_looped_candidates_and_the_other_way_round() -> None:
 def test_off_must_be_finite(off: Any) -> None:
     found = reasons(changed(lambda d: candidate(d).update(off=off)))
     assert len(found) == 1 and found[0].startswith("ranges[0].candidates[1].off: found ")
+
+
+def test_places_are_those_of_the_file() -> None:
+    """A range that cannot be read does not move the others up."""
+
+    def spoil(d: dict[str, Any]) -> None:
+        d["ranges"][0]["initial"] = "x"
+        d["ranges"][1]["candidates"][0]["draft_loops"] = 4
+        d["ranges"].append({**copy.deepcopy(d["ranges"][1]), "min_requests": 20})
+
+    found = reasons(changed(spoil))
+    assert any(one.startswith("ranges[0].initial: ") for one in found)
+    assert any(one.startswith("ranges[1].candidates[0].draft_loops: ") for one in found)
+    assert any(one.startswith("ranges[2]: found 20-32 requests after 8-32 requests") for one in found)
+    assert len(found) == 4
 
 
 # -- files ----------------------------------------------------------------------------------------

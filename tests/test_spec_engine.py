@@ -7,12 +7,15 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_engine import engine_of, prompt_of, run, tokens
 from tiny_looped import write_ouro
 
-from xspec.errors import ConfigError
+from xspec.config import Config
+from xspec.engine.build import choose
+from xspec.errors import ConfigError, UnsupportedError
 from xspec.policy.spec_config import (
     AdaptiveSpecConfig,
     BatchRange,
@@ -103,6 +106,38 @@ async def test_goodput_measures_what_it_chooses_among(
     shadows = [told for told in feedback if told.matches is not None]
     assert shadows and all(told.plan.shadow for told in shadows)
     assert {told.plan.draft_steps for told in feedback} <= {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"num_speculative_tokens": 2}, "(3@2): draft_steps 3 is not prepared; allowed: 1, 2"),
+        ({"adaptive_spec_config": "nanbeige4.2_3b"}, "are for 2 loops, the target of this launch has 4"),
+    ],
+)
+def test_candidates_that_do_not_fit_are_refused_before_anything_is_loaded(
+    path: Path, tmp_path: Path, flags: dict[str, Any], said: str
+) -> None:
+    asked = {
+        "model": str(path),
+        "speculation_policy": "acceptance_ema",
+        "adaptive_spec_config": str(candidates(tmp_path)),
+        **flags,
+    }
+    with pytest.raises(UnsupportedError) as caught:
+        choose(Config.from_mapping(asked))
+    assert any(said in reason for reason in caught.value.reasons)
+
+
+def test_all_reasons_against_a_policy_come_at_once(path: Path) -> None:
+    asked = {"model": str(path), "speculation_policy": "goodput", "draft_loops": 2, "target_verify_width": 1}
+    with pytest.raises(UnsupportedError) as caught:
+        choose(Config.from_mapping({**asked, "enable_graph": False}))
+    assert [reason.split("=")[0] for reason in caught.value.reasons] == [
+        "--target_verify_width",
+        "--draft_loops",
+        "--enable_graph",
+    ]
 
 
 async def test_candidates_are_asked_for_where_none_come_along(path: Path) -> None:

@@ -107,6 +107,9 @@ def mistakes_of(launch: Launch, report: Path | None) -> Iterator[str]:
             check_output(path, flag=flag)
         except ConfigError as error:
             yield str(error)
+    screen, confirm = launch.value("screen_tokens"), launch.value("confirm_tokens")
+    if screen > confirm:
+        yield f"--screen_tokens={screen}: allowed: up to --confirm_tokens ({confirm})"
     try:
         requests_of(launch)
     except ConfigError as error:
@@ -211,7 +214,7 @@ def settings_of(launch: Launch) -> SamplingSettings:
 
     return SamplingSettings(
         requests=requests_of(launch),
-        screen_tokens=min(launch.value("screen_tokens"), launch.value("confirm_tokens")),
+        screen_tokens=launch.value("screen_tokens"),
         confirm_tokens=launch.value("confirm_tokens"),
         confirm=launch.value("confirm"),
         repeats=launch.value("confirm_runs"),

@@ -21,15 +21,16 @@ from xspec.cost.settings import (
     parse_calibration,
     shipped_calibration,
 )
-from xspec.draft.choose import Candidates, DraftChoice
+from xspec.draft.choose import Candidates, DraftChoice, loops_of
 from xspec.errors import ConfigError, UnsupportedError
 from xspec.exec.assemble import Speculation
 from xspec.platform.base import Platform
+from xspec.policy.geometry import CandidateGeometry
 from xspec.policy.make_spec import ACCEPTANCE_EMA, FIXED, GOODPUT
 from xspec.policy.requirements import adaptive_refusals, calibration_with_table, control_of
 from xspec.policy.settings import DraftStepSettings, parse_draft_step_config
 from xspec.policy.spec_config import AdaptiveSpecConfig
-from xspec.policy.spec_files import PRESETS, load_spec_config, preset
+from xspec.policy.spec_files import PRESETS, check_fit, load_spec_config, preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,20 @@ def choose_spec(config: Config, model: Path, *, whole_grid: bool = False) -> Spe
             f"give --adaptive_spec_config=FILE (xspec calibrate makes one; presets: {', '.join(PRESETS)})"
         )
     return SpecChoice(policy, None, "no candidates given")
+
+
+def check_candidates(spec: SpecChoice, choice: DraftChoice, model: Path) -> None:
+    """UnsupportedError, before anything is loaded, for candidates that target or drafter cannot run."""
+    if spec.config is None:
+        return
+    loops = loops_of(model) if choice.loops else None
+    geometry = CandidateGeometry(
+        lanes=BucketGrid([1]),  # what is captured does not matter here
+        steps=tuple(range(1, choice.steps + 1)),
+        depths=() if loops is None else tuple(range(1, loops)),
+        loops=loops,
+    )
+    check_fit(spec.config, geometry, spec.source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def _choose_looped(
         )
     if path is not None:
         raise ConfigError(f"--draft_model={path}: a looped model drafts for itself; allowed: empty")
-    if verify != -1:
+    if verify != -1 and candidates is None:  # beside a policy it is one of the reasons given at once
         raise ConfigError(f"--target_verify_width={verify}: with Looped all drafts are verified; allowed: -1")
     if candidates is not None:
         steps = max(candidates.steps or USUAL_STEPS) if steps < 0 else steps

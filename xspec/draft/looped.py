@@ -18,8 +18,6 @@ from xspec.errors import ConfigError
 from xspec.kernels.rounds import FlatRows
 from xspec.models.base import Hidden, LoopedTarget, Target
 
-MAX_STEPS = 16
-
 PickRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(logits [N, V], device rows [N], positions [N] of the token picked, None) -> columns [N]."""
 
@@ -54,30 +52,15 @@ class LoopedDrafter:
 
     @classmethod
     def load(cls, target: Target, *, steps: int, depths: Sequence[int]) -> LoopedDrafter:
-        """ConfigError names the flag that does not fit the target."""
-        loops = target.spec.loops
-        if loops < 2 or not target.spec.state_size:
-            raise ConfigError(
-                "--speculative_algorithm=Looped needs a looped target; "
-                f"model_type {target.spec.model_type!r} runs its layers once"
-            )
+        """`steps` and `depths` as `draft.choose` found them to fit. ConfigError names what only the loaded
+        target can tell."""
         if target.spec.exit_threshold < 1.0:
             raise ConfigError(
                 f"--early_exit_threshold={target.spec.exit_threshold:g} (the model's own where the flag "
                 "is not given) with --speculative_algorithm=Looped, whose states are those of full depth; "
                 "allowed: 1"
             )
-        if not 1 <= steps <= MAX_STEPS:
-            raise ConfigError(
-                f"--num_speculative_tokens={steps}: allowed with Looped: integers from 1 to {MAX_STEPS}"
-            )
-        wrong = [depth for depth in depths if not 1 <= depth < loops]
-        if wrong or not depths:
-            found = ",".join(map(str, wrong)) or "none"
-            raise ConfigError(
-                f"--draft_loops={found}: allowed with the {loops} loops of this model: 1 to {loops - 1}"
-            )
-        return cls(cast(LoopedTarget, target), steps, sorted(set(depths)))
+        return cls(cast(LoopedTarget, target), steps, depths)
 
     def attach(self, memory: DraftMemory) -> None:
         shape = (len(self.spec.depths), memory.rows, self.spec.max_steps + 2, self._target.spec.state_size)

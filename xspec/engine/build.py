@@ -19,7 +19,13 @@ import torch
 
 from xspec import __version__
 from xspec.calib.calibrate import Calibrated, calibrated_costs
-from xspec.calib.choose import Adaptation, choose_adaptation, choose_spec, speculation_of
+from xspec.calib.choose import (
+    Adaptation,
+    check_candidates,
+    choose_adaptation,
+    choose_spec,
+    speculation_of,
+)
 from xspec.config import Config
 from xspec.cost.settings import Control
 from xspec.draft.choose import DraftChoice, choose_drafter
@@ -87,6 +93,8 @@ def choose(config: Config, *, whole_grid: bool = False) -> Choices:
         candidates=None if spec is None else spec.candidates,
     )
     adaptation = choose_adaptation(config, platform, drafter, spec)
+    if spec is not None and drafter is not None:
+        check_candidates(spec, drafter, model)
     if config.execution.round_trace:
         check_trace_file(config.execution.round_trace)
     return Choices(config, platform, model, drafter, adaptation)

@@ -20,7 +20,7 @@ from xspec.policy.geometry import CandidateGeometry, draft_limits
 from xspec.policy.looking import Looking
 from xspec.policy.loop_candidates import range_of
 from xspec.policy.loop_flags import FlagStreams
-from xspec.policy.round_costs import RoundCosts
+from xspec.policy.round_costs import PLAIN, RoundCosts, round_ms
 from xspec.policy.spec_config import AdaptiveSpecConfig, Candidate, DisableSettings, GoodputSettings
 
 STALE_BATCHES = 64
@@ -31,8 +31,6 @@ SMALL_LEAD = 0.25
 
 KEEP_EVERY = 256
 """Decode rounds after which sequences that have left are forgotten."""
-
-PLAIN = Candidate(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,7 @@ class GoodputPolicy:
             shadows=bool(geometry.depths),
         )
         self._held: dict[int, Held] = {}  # by lanes
-        self._asked: tuple[int, int, Held | None] | None = (
-            None  # the last plan: id, lanes, what was held before
-        )
+        self._asked: tuple[int, int, Held | None] | None = None  # last plan: id, lanes, held before
         self._batches = 0
         self._switches: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
@@ -160,9 +156,7 @@ class GoodputPolicy:
         return self._looking.probe(plan_id, extra_ms, scores) if extra_ms else None
 
     def _ms(self, at: CostsAt | None, lanes: int, choice: Candidate) -> float | None:
-        if at is None:
-            return None
-        return at.round_ms(choice.draft_steps, lanes, lanes * (choice.draft_steps + 1), choice.draft_loops)
+        return None if at is None else round_ms(at, lanes, choice)
 
     def _uncovered(self, view: PolicyView, shadow: bool) -> SpeculationPlan:
         """No cost is known: what the config begins with at this size, or a plain round."""

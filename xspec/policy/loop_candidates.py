@@ -194,9 +194,10 @@ class AdaptiveController:
             return
         value = bucket.value(bucket.index)
         assert value is not None  # its feedback has just come
-        switch.look(gain(bucket.index, value), cheapest=bucket.index == 0)
-        wanted = bucket.index if switch.off else policy.next_index(bucket, gain)
-        if wanted != bucket.index:
+        wanted = policy.next_index(bucket, gain)
+        # A candidate on its way down is not judged yet: a cheaper one may still pay.
+        switch.look(gain(bucket.index, value), last=wanted >= bucket.index)
+        if wanted != bucket.index and not switch.off:
             bucket.moves["up" if wanted > bucket.index else "down"] += 1
             bucket.enter(wanted)
 

@@ -87,8 +87,8 @@ class OffSwitch:
 
     # -- on -----------------------------------------------------------------------------------
 
-    def look(self, gain: float | None, cheapest: bool) -> None:
-        """The present candidate was looked at; `gain`: its modelled gain, `cheapest`: it is the first one."""
+    def look(self, gain: float | None, last: bool) -> None:
+        """The present candidate was looked at; `gain`: its modelled gain, `last`: no cheaper one is next."""
         if gain is None or not self.settings.enabled:
             return
         fails = gain < 1.0 - self.settings.margin
@@ -99,7 +99,7 @@ class OffSwitch:
             else:
                 self.backoff = self.settings.backoff_first
             return
-        self.strikes = self.strikes + 1 if fails and cheapest else 0
+        self.strikes = self.strikes + 1 if fails and last else 0
         if self.strikes >= self.settings.checks:
             self._switch_off(self.settings.backoff_first)
 

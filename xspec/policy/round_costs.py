@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xspec.cost.looped import IdealCosts
+from xspec.cost.looped import IdealCosts, gain
 from xspec.cost.model import Costs, CostsAt
 from xspec.policy.base import PolicyView
 from xspec.policy.geometry import CandidateGeometry
 from xspec.policy.spec_config import Candidate
+
+PLAIN = Candidate(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,8 @@ class RoundCosts:
         if at is None:
             nothing = (None,) * len(candidates)
             return Prices(None, nothing, tuple(self._unmeasured(one) for one in candidates))
-        plain_ms = at.round_ms(0, lanes, lanes)
-        spec_ms = tuple(
-            at.round_ms(one.draft_steps, lanes, lanes * (one.draft_steps + 1), one.draft_loops)
-            for one in candidates
-        )
+        plain_ms = round_ms(at, lanes, PLAIN)
+        spec_ms = tuple(round_ms(at, lanes, one) for one in candidates)
         ratios = tuple(
             self._unmeasured(one) if ms is None or plain_ms is None else ms / plain_ms
             for one, ms in zip(candidates, spec_ms, strict=True)
@@ -58,11 +57,16 @@ class RoundCosts:
     def _unmeasured(self, candidate: Candidate) -> float | None:
         if candidate.off is not None:
             return 1.0 + candidate.draft_steps * candidate.off
-        if self._ideal is None or candidate.draft_loops is None:
-            return None
-        return 1.0 + candidate.draft_steps * candidate.draft_loops / self._ideal.loops
+        loops = None if self._ideal is None else round_ms(self._ideal, 1, candidate)
+        return None if loops is None or self._ideal is None else loops / self._ideal.loops
 
 
 def gain_from(candidate: Candidate, acceptance: float, ratio: float | None) -> float | None:
     """(1 + K a) / (T_spec / T_native)."""
-    return None if ratio is None else (1.0 + candidate.draft_steps * acceptance) / ratio
+    return None if ratio is None else gain(candidate.draft_steps, acceptance, ratio, 1.0)
+
+
+def round_ms(at: CostsAt, lanes: int, candidate: Candidate) -> float | None:
+    """A round of `lanes` padded requests, all drafts verified; K = 0: a plain one. None: not measured."""
+    steps = candidate.draft_steps
+    return at.round_ms(steps, lanes, lanes * (steps + 1), candidate.draft_loops)

@@ -6,11 +6,11 @@ Whether candidates fit an engine is decided in `spec_check.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from xspec.config import MAX_DRAFT_STEPS
+from xspec.config import MAX_DRAFT_STEPS, MAX_LOOPS
 from xspec.cost.read import (
     BadValue,
     Reader,
@@ -27,7 +27,6 @@ from xspec.errors import UnsupportedError
 
 VERSION = 1
 MAX_REQUESTS = 1_000_000
-MAX_LOOPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,7 @@ def parse_spec_config(raw: object, where: str) -> AdaptiveSpecConfig:
     """
     mistakes: list[str] = []
     values = read_object(raw, _DOCUMENT, "", mistakes, needed=("version", "model", "provenance", "ranges"))
-    ranges = tuple(one for one in values.get("ranges", ()) if one is not None)
+    ranges = tuple(values.get("ranges", ()))  # None: could not be read
     model = values.get("model")
     mistakes.extend(_across(ranges))
     if model is not None:
@@ -197,8 +196,9 @@ def _plain(value: Any) -> Any:
 # -- what must hold between values ----------------------------------------------------------------
 
 
-def _across(ranges: tuple[BatchRange, ...]) -> Iterator[str]:
-    for index, (one, two) in enumerate(zip(ranges, ranges[1:], strict=False), start=1):
+def _across(ranges: Sequence[BatchRange | None]) -> Iterator[str]:
+    read = [(index, one) for index, one in enumerate(ranges) if one is not None]
+    for (_, one), (index, two) in zip(read, read[1:], strict=False):
         if two.min_requests <= one.max_requests:
             yield (
                 f"ranges[{index}]: found {two.requests} after {one.requests}; allowed: ascending ranges that "
@@ -206,9 +206,9 @@ def _across(ranges: tuple[BatchRange, ...]) -> Iterator[str]:
             )
 
 
-def _loop_mistakes(ranges: tuple[BatchRange, ...], loops: int | None) -> Iterator[str]:
+def _loop_mistakes(ranges: Sequence[BatchRange | None], loops: int | None) -> Iterator[str]:
     for index, one in enumerate(ranges):
-        for j, candidate in enumerate(one.candidates):
+        for j, candidate in enumerate(() if one is None else one.candidates):
             where, found = f"ranges[{index}].candidates[{j}].draft_loops", candidate.draft_loops
             if loops is None and found is not None:
                 yield refusal(where, found, "nothing, because model.loops is not given")
@@ -355,7 +355,7 @@ _GOODPUT: Mapping[str, Reader] = {
 
 _DOCUMENT: Mapping[str, Reader] = {
     "version": _version,
-    "model": _record(ModelFacts, {"name": text, "loops": count(2, MAX_LOOPS)}, ("name",)),
+    "model": _record(ModelFacts, {"name": text, "loops": count(2, MAX_LOOPS + 1)}, ("name",)),
     "provenance": _record(
         Provenance,
         {"kind": choice(("measured", "prior")), "source": text, "created_at": text},

@@ -118,11 +118,11 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, sizes: LayerSizes) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden, sizes.inner, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden, sizes.inner, bias=False)
-        self.down_proj = nn.Linear(sizes.inner, sizes.hidden, bias=False)
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -136,7 +136,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(sizes.hidden, sizes.norm_eps)
         self.self_attn = Attention(sizes)
         self.post_attention_layernorm = RMSNorm(sizes.hidden, sizes.norm_eps)
-        self.mlp = SwiGLU(sizes)
+        self.mlp = SwiGLU(sizes.hidden, sizes.inner)
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The residual stream after the layer, from the one before it and the attention's output."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from xspec.calib.replay import Counted
+from xspec.calib.replay import replay as replay_rounds
 from xspec.train.ouro_loss import exit_log_probabilities
 from xspec.train.ouro_model import Cache, OuroModel
 
@@ -27,23 +29,11 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Counted):
     """Counters of all rounds of some answers with K = `draft_steps` drafts of depth d."""
 
     draft_steps: int
     depth: int
-    rounds: int
-    proposed: int
-    accepted: int
-    committed: int
-
-    @property
-    def acceptance(self) -> float:
-        return self.accepted / self.proposed if self.proposed else 0.0
-
-    @property
-    def tokens_per_round(self) -> float:
-        return self.committed / self.rounds if self.rounds else 0.0
 
     def speedup(self, loops: int) -> float:
         """Where a loop costs the same for any rows, and nothing else does: D (1 + K alpha) / (D + d K)."""
@@ -126,21 +116,9 @@ def match_flags(model: OuroModel, prompts: torch.Tensor, answers: torch.Tensor) 
 
 
 def replay(flags: torch.Tensor, draft_steps: int, depth: int) -> Cell:
-    """What rounds of K drafts of depth d would have counted over answers with these flags [B, D - 1, n - 1].
-
-    A round takes min(K, tokens left - 1) drafts, accepts those before the first mismatch, commits one more.
-    """
-    rounds = proposed = accepted = committed = 0
-    for answer in flags[:, depth - 1].tolist():
-        at = 0  # tokens of the answer that are committed, but for its first
-        while at < len(answer):
-            width = min(draft_steps, len(answer) - at - 1)
-            drafted = answer[at : at + width]
-            good = drafted.index(False) if False in drafted else width
-            rounds, proposed, accepted = rounds + 1, proposed + width, accepted + good
-            committed += good + 1
-            at += good + 1
-    return Cell(draft_steps, depth, rounds, proposed, accepted, committed)
+    """What rounds of K drafts of depth d would have counted on these flags [B, D - 1, n - 1]."""
+    counted = replay_rounds(list(flags[:, depth - 1].cpu().numpy()), draft_steps)
+    return Cell(counted.rounds, counted.proposed, counted.accepted, counted.committed, draft_steps, depth)
 
 
 def distinct(answers: torch.Tensor, size: int = 4) -> float:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from xspec.errors import ConfigError
+from xspec.train.layers import RMSNorm, SwiGLU
 
 EMBEDDING_STD = 1.0
 MATRIX_STD = 0.02
@@ -48,20 +49,6 @@ class OuroSizes:
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
-
-
-class Norm(nn.Module):
-    """RMSNorm whose statistics are fp32. Its product with the gain is rounded to the type of the input."""
-
-    def __init__(self, sizes: OuroSizes) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(sizes.hidden))
-        self.eps = sizes.norm_eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return normal.to(x.dtype) * self.weight.to(x.dtype)
 
 
 class Cache:
@@ -116,28 +103,17 @@ def turn(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class Mlp(nn.Module):
-    def __init__(self, sizes: OuroSizes) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden, sizes.inner, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden, sizes.inner, bias=False)
-        self.down_proj = nn.Linear(sizes.inner, sizes.hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Layer(nn.Module):
     """Norms before and after each sublayer; what is added up is not normed."""
 
     def __init__(self, sizes: OuroSizes) -> None:
         super().__init__()
-        self.input_layernorm = Norm(sizes)
+        self.input_layernorm = RMSNorm(sizes.hidden, sizes.norm_eps)
         self.self_attn = Attention(sizes)
-        self.input_layernorm_2 = Norm(sizes)
-        self.post_attention_layernorm = Norm(sizes)
-        self.mlp = Mlp(sizes)
-        self.post_attention_layernorm_2 = Norm(sizes)
+        self.input_layernorm_2 = RMSNorm(sizes.hidden, sizes.norm_eps)
+        self.post_attention_layernorm = RMSNorm(sizes.hidden, sizes.norm_eps)
+        self.mlp = SwiGLU(sizes.hidden, sizes.inner)
+        self.post_attention_layernorm_2 = RMSNorm(sizes.hidden, sizes.norm_eps)
 
     def forward(self, x: torch.Tensor, turns: Turns, recall: Recall | None = None) -> torch.Tensor:
         x = x + self.input_layernorm_2(self.self_attn(self.input_layernorm(x), turns, recall))
@@ -151,7 +127,7 @@ class Loops(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(sizes.vocab, sizes.hidden)
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
-        self.norm = Norm(sizes)
+        self.norm = RMSNorm(sizes.hidden, sizes.norm_eps)
         self.early_exit_gate = nn.Linear(sizes.hidden, 1)
 
 
