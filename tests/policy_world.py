@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class FakeCosts:
     prefill_ms_per_token: float = 0.0
 
     def at(self, kv_lengths: Sequence[int]) -> FakeCosts | None:
-        return self if all(self.covers(kv) for kv in kv_lengths) else None
+        return replace(self) if all(self.covers(kv) for kv in kv_lengths) else None
 
     def round_ms(
         self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_looped
 import torch
 
 from xspec.config import Config
@@ -69,7 +70,7 @@ def test_bytes_and_operations_by_hand() -> None:
 
 def test_figures_by_hand() -> None:
     """20 MB and 4 GFLOP; in the second repeat the whole machine was half as fast."""
-    tops = (Ceilings(10.0, 8.0, 400.0), Ceilings(5.0, 4.0, 200.0))
+    tops = (Ceilings(10.0, 8.0, 400.0, "bfloat16"), Ceilings(5.0, 4.0, 200.0, "bfloat16"))
     found = cell((4.0, 8.0), tops, Work(20_000_000, 400_000_000), Case(4, 1, 512))
     assert found.ms == 6.0
     assert found.gb_s == pytest.approx(20 / 6)
@@ -104,7 +105,7 @@ def test_ceilings_and_subjects_take_turns_in_an_order_that_turns_round() -> None
 
     def ceilings() -> Ceilings:
         seen.append("ceilings")
-        return Ceilings(1.0, 1.0, 1.0)
+        return Ceilings(1.0, 1.0, 1.0, "float32")
 
     subjects = [Subject(name, Case(1), 1, Work(1), takes(name, ms)) for name, ms in (("a", 4.0), ("b", 20.0))]
     found = measure(subjects, ceilings, repeats=3, wait=lambda: None, clock_s=lambda: now_s)
@@ -240,6 +241,14 @@ def test_the_kernels_that_were_asked_for(checkpoint: Path) -> None:
     found = load_kernel_model(config, CASES[:1], 1, silent)
     assert found.platform.kernels_name() == "torch" and not found.fused
     assert type(found.kernels) is type(select_platform("auto", "torch").kernels())
+
+
+@pytest.mark.parametrize("family", tiny_looped.WRITERS)
+def test_layers_that_run_several_times_are_not_timed(family: str, tmp_path: Path) -> None:
+    model = tiny_looped.WRITERS[family](tmp_path / "m", loops=2)
+    config = Config.from_mapping({"model": str(model), "cpu_kernels": "torch"})
+    with pytest.raises(ConfigError, match="looped target"):
+        load_kernel_model(config, CASES[:1], 1, silent)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tiny import make_checkpoint
 from tiny_drafters import make_mtp
 from tiny_looped import WRITERS, write_ouro
 
+from xspec.config import Config
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.engine import build
 from xspec.engine.engine import AsyncEngine
@@ -258,6 +259,31 @@ async def test_refusals(tmp_path: Path, flags: dict[str, Any], said: str) -> Non
             path, **{"speculative_algorithm": "Looped", "num_speculative_tokens": 3, **flags}
         ):
             pass
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "said"),
+    [
+        (0.5, {}, r"--early_exit_threshold=0\.5 \(the model says so\) with --speculative_algorithm=Looped"),
+        (
+            1.0,
+            {"early_exit_threshold": 0.9},
+            "--early_exit_threshold=0.9 with --speculative_algorithm=Looped",
+        ),
+        (0.5, {"early_exit_threshold": 1.0}, None),
+    ],
+)
+def test_early_exit_is_refused_before_anything_is_loaded(
+    tmp_path: Path, written: float, flags: dict[str, Any], said: str | None
+) -> None:
+    path = write_ouro(tmp_path / "ouro", early_exit_threshold=written)
+    (path / "model.safetensors").unlink()
+    config = Config.from_mapping({"model": str(path), "speculative_algorithm": "Looped", **flags})
+    if said is None:
+        assert build.choose(config).drafter is not None
+    else:
+        with pytest.raises(ConfigError, match=said):
+            build.choose(config)
 
 
 async def test_a_model_without_loops_is_refused(tmp_path: Path) -> None:

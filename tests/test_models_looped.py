@@ -438,7 +438,7 @@ def test_reference_kernels_and_half_precision(family: str, checkpoints: dict[str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_kernels(family: str, tmp_path: Path) -> None:
-    """In bf16 no worse than torch's; Nanbeige's loops run as one native call each."""
+    """In bf16 no worse than torch's; every family's layers run as native stacks."""
     library = library_path()
     if library is None:
         pytest.skip("the native library was not built")
@@ -449,9 +449,10 @@ def test_native_kernels(family: str, tmp_path: Path) -> None:
 
     def error(kernels: Kernels) -> float:
         target = load(path, BF16, kernels)
-        assert (target._parts.core._fused is not None) == (
-            family == "nanbeige" and isinstance(kernels, NativeKernels)
-        )
+        parts = target._parts
+        stacks = [part for part in (parts.prelude, parts.core, parts.coda) if part is not None]
+        assert len(stacks) == (3 if family == "huginn_raven" else 1)
+        assert all((stack._fused is not None) == isinstance(kernels, NativeKernels) for stack in stacks)
         runner = PagedRunner(target, kernels, BF16, sequences=1, max_tokens=32, block_size=16)
         return float((runner.forward([(0, text)]).double() - expected).abs().mean())
 

@@ -14,6 +14,7 @@ from xspec.core.round import PageGrant, RowBind
 from xspec.draft.base import DraftMemory, Published
 from xspec.draft.mtp import carry_states
 from xspec.errors import EngineError
+from xspec.exec.budget import admit_drafts
 from xspec.exec.calls import DrawRows, VerifyPass
 from xspec.exec.flat_rows import TorchDraftRows, TorchVerifyRows, draft_rows, verify_rows
 from xspec.exec.rows import DeviceRows
@@ -147,6 +148,68 @@ def test_draft_rows(
         found = [call(offset, width, causal, pages, segments) for call in bound]
         same_inputs(*found, pages)
         look_up_their_own_pages(found[1], fused, row_ids)
+
+
+SIGNALS = {
+    "any": [index / 97 for index in range(98)],
+    "near ties": [0.1, 0.3, 0.7, 0.9],  # in another order their products differ by one rounding, or by none
+    "ties": [0.0, 0.5, 1.0],
+    "odd": [float("nan"), float("inf"), -float("inf"), -1.0, -0.0, 0.5, 1.0, 2.0],
+    "tiny": [1e-30, 1e-20, 1e-10, 1.0],  # products below what float32 holds
+}
+
+
+@pytest.mark.parametrize("kind", SIGNALS)
+@EXAMPLES
+@given(seed=SEEDS)
+def test_admit(library: NativeLibrary, kind: str, seed: int) -> None:
+    """Of every budget, from less than the lanes to more than all drafts."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = random_rows(generator, 12)
+    native = NativeRows(library, table_of(rows))
+    lanes, width, extra = (pick(generator, *span) for span in ((1, 12), (1, 8), (0, 2)))
+    row_ids = (torch.randperm(12, generator=generator)[:lanes] + 1).tolist()
+    verify = torch.randint(0, width + 1, (lanes,), generator=generator).tolist()
+    if pick(generator, 0, 1):
+        verify = [width] * lanes
+        rows.max_len.fill_(99)
+    pool = torch.tensor(SIGNALS[kind])
+    chosen = torch.randint(0, len(pool), (lanes + extra, width + 2 * extra), generator=generator)
+    signals = pool[chosen][:, extra : extra + width]
+    if pick(generator, 0, 1):
+        signals = signals.t().contiguous().t()  # a block drafter's are slot by slot
+    found = []
+    for target_rows in range(lanes - 1, lanes * (width + 1) + 3):
+        expected = admit_drafts(rows, row_ids, verify, signals, target_rows, True)
+        found.append(native.admit(row_ids, verify, signals, target_rows))
+        assert found[-1] == expected
+    room = [max(0, int(rows.max_len[row] - rows.length[row]) - 1) for row in row_ids]
+    assert sum(found[0]) == 0 and found[-1] == [min(pair) for pair in zip(verify, room, strict=True)]
+
+
+def test_admit_in_one_call(library: NativeLibrary) -> None:
+    """Where reading the device waits for nothing; and what does not fit is refused."""
+    plain, fused, _ = twins(library, 0)
+    for each in (plain, fused):
+        each.max_len.fill_(99)
+    signals = torch.tensor([[0.9, 0.8], [0.5, 0.9]])
+    wide = signals.double()
+    assert admit_drafts(plain, [3, 1], [2, 2], wide, 4, True) == [2, 0]
+    assert admit_drafts(fused, [3, 1], [2, 2], signals, 4, True) == [2, 0]
+    with pytest.raises(ValueError, match="float32"):
+        admit_drafts(fused, [3, 1], [2, 2], wide, 4, True)
+    told = admit_drafts(fused, [3, 1], [2, 2], wide, 4, False)
+    assert isinstance(told, torch.Tensor) and told.tolist() == [2, 0]
+    native = NativeRows(library, table_of(fused))
+    with pytest.raises(ValueError, match="2 lanes"):
+        native.admit([3, 1], [2, 2], signals[:1], 4)
+    with pytest.raises(ValueError):
+        native.admit([3, 1], [2], signals, 4)
+    with pytest.raises(ValueError):
+        native.admit([1] * 7, [2] * 7, torch.zeros(7, 2), 8)
+    for row_ids, verify in (([3, 6], [2, 2]), ([3, 1], [2, 3]), ([3, 1], [-1, 2])):
+        with pytest.raises(EngineError, match="xs_admit"):
+            native.admit(row_ids, verify, signals, 4)
 
 
 def settled_by(

@@ -84,8 +84,8 @@ class RopeCase:
         self.heads, pages = heads, -(-rows // block) + 2
         self.qkv = torch.randn(rows, heads + 2 * kv_heads, dim, generator=generator).to(BF16)
         angles = torch.rand(rows, dim // 2, generator=generator) * 50
-        self.cos = torch.cat((angles.cos(), angles.cos()), 1).to(BF16)
-        self.sin = torch.cat((-angles.sin(), angles.sin()), 1).to(BF16)
+        self.cos = torch.cat((angles.cos(), angles.cos()), 1)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), 1)
         self.slots = torch.randperm(pages * block, generator=generator)[:rows]
         self.plain = torch.randn(2 * kv_heads, pages, block, dim, generator=generator).to(BF16)
         self.norm = torch.rand(heads + kv_heads, dim, generator=generator).to(BF16)

@@ -12,7 +12,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 SOURCES = REPO / "xspec" / "kernels" / "csrc"
 NATIVE = Path(__file__).resolve().parent / "native"
-MAIN, DRAWS = NATIVE / "stack_main.cpp", NATIVE / "draw_main.cpp"
+MAIN, DRAWS, ROWS = (NATIVE / f"{name}_main.cpp" for name in ("stack", "draw", "rows"))
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,13 @@ def run(program: Path, seed: int, rounds: int) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize(
     ("driver", "kind", "rounds"),
-    [(MAIN, "address", 60), (MAIN, "thread", 15), (DRAWS, "address", 150), (DRAWS, "thread", 60)],
+    [
+        (MAIN, "address", 60),
+        (MAIN, "thread", 15),
+        (DRAWS, "address", 150),
+        (DRAWS, "thread", 60),
+        (ROWS, "address", 3000),  # one thread alone calls it
+    ],
     ids=lambda value: value.stem if isinstance(value, Path) else str(value),
 )
 def test_random_passes(driver: Path, kind: str, rounds: int, request: pytest.FixtureRequest) -> None:

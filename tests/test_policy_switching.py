@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,29 +29,31 @@ def held_at(rows: int = 8) -> Held:
 
 
 @pytest.mark.parametrize(
-    ("best", "switches"), [(1.05, False), (np.nextafter(1.05, 2.0), False), (1.0500001, True)]
+    ("best", "switches"), [(1.05, False), (math.nextafter(1.05, 2.0), False), (1.0500001, True)]
 )
 def test_the_gain_must_be_strictly_more_than_the_minimum(best: float, switches: bool) -> None:
-    held, cause = choose(held_at(), at(), np.array([1.0, best]), 0.05)
+    held, cause = choose(held_at(), at(), [1.0, best], 0.05)
     assert (held.choice, cause) == ((1, "gain") if switches else (0, None))
 
 
 def test_ties_go_to_the_smaller_choice() -> None:
-    held, cause = choose(held_at(), at(), np.array([1.0, 2.0, 2.0]), 0.05)
+    held, cause = choose(held_at(), at(), [1.0, 2.0, 2.0], 0.05)
     assert (held.choice, cause) == (1, "gain")
 
 
 def test_a_choice_without_cost_is_left_at_once_for_the_best_there_is() -> None:
     waiting = replace(held_at(), switched_ms=0.0, dwell_ms=16_000.0)
-    held, cause = choose(waiting, at(0.001), np.array([math.nan, 0.5, 0.4]), 0.05)
+    held, cause = choose(waiting, at(0.001), [math.nan, 0.5, 0.4], 0.05)
     assert (held.choice, cause) == (1, "uncovered")
+    with pytest.raises(ValueError):
+        choose(waiting, at(0.001), [math.nan, math.nan], 0.05)
 
 
 def greedy_switches(held: Held, seconds: float, step_s: float = 0.1) -> list[float]:
     """Times (s) of the switches of somebody who always finds the other choice better."""
     times = []
     for tick in range(int(seconds / step_s) + 1):
-        scores = np.array([1.0, 2.0]) if held.choice == 0 else np.array([2.0, 1.0])
+        scores = [1.0, 2.0] if held.choice == 0 else [2.0, 1.0]
         held, cause = choose(held, at(tick * step_s), scores, 0.05)
         if cause is not None:
             times.append(round(tick * step_s, 6))
@@ -89,7 +90,7 @@ def test_no_scores_make_more_than_six_switches_a_minute(steps: list[tuple[float,
     held, now, times = held_at(), 0.0, []
     for wait_s, best in steps:
         now += wait_s
-        scores = np.ones(3)
+        scores = [1.0] * 3
         scores[best] = 2.0
         held, cause = choose(held, at(now), scores, 0.05)
         if cause is not None:
@@ -115,9 +116,9 @@ def test_a_threefold_load_starts_afresh_after_four_rounds() -> None:
         103,
         500.0,
     )
-    held, cause = choose(fresh, at(0.001, rows=24), np.array([1.0, 2.0]), 0.05)
+    held, cause = choose(fresh, at(0.001, rows=24), [1.0, 2.0], 0.05)
     assert (held.choice, cause, held.lifted) == (1, "load", False)
-    assert choose(held, at(0.5, rows=24), np.array([2.0, 1.0]), 0.05)[1] is None  # its own wait: 1 s
+    assert choose(held, at(0.5, rows=24), [2.0, 1.0], 0.05)[1] is None  # its own wait: 1 s
 
 
 def test_a_gap_between_requests_is_no_load() -> None:
@@ -143,7 +144,7 @@ def test_a_load_of_twice_the_rows_is_new_even_if_it_was_seen_of_late() -> None:
         assert not held.lifted
     held = meet_load(held, at(0.1, plan_id=4, rows=8, seen=(1, 8)))
     assert (held.lifted, held.rows, held.load_id, held.dwell_ms) == (True, 8, 4, 8_000.0)
-    held, cause = choose(held, at(0.1, plan_id=4, rows=8), np.array([1.0, 1.01]), 0.0)
+    held, cause = choose(held, at(0.1, plan_id=4, rows=8), [1.0, 1.01], 0.0)
     assert (held.choice, cause) == (1, "load")
     for plan_id in range(5, 12):  # five is not half as many
         held = meet_load(held, at(0.2, plan_id=plan_id, rows=5, seen=(1, 8)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_world import FakeCosts, feedback, geometry, row, view
 
-from xspec.core.round import RowFeedback
 from xspec.core.shapes import BucketGrid
 from xspec.policy.budget import best_tier, expected_tokens
-from xspec.policy.survivals import Correction, SignalMemory, survivals
 from xspec.policy.target_verify import TargetVerifyPolicy
 
 
@@ -67,8 +67,8 @@ def test_full_width_is_said_as_none() -> None:
 
 
 def test_ties_go_to_the_smaller_tier_and_tiers_without_cost_are_left_out() -> None:
-    ones = np.ones((2, 2))  # 2, 3 and 4 tokens
-    assert best_tier(ones, [(2, 10.0), (3, 15.0), (4, 20.0)]).target_rows == 2
+    ones = [[1.0, 1.0]] * 2  # 2, 3 and 4 tokens
+    assert best_tier(ones, [2, 3, 4], [10.0, 15.0, 20.0]).target_rows == 2
     chosen = policy(by_rows({2: 10.0, 6: 90.0}), 2, 2, [2, 3, 4])
     show(chosen, 0, {1: EASY, 2: HARD})
     assert chosen.plan(view(1, 2)).target_rows == 2
@@ -76,9 +76,7 @@ def test_ties_go_to_the_smaller_tier_and_tiers_without_cost_are_left_out() -> No
 
 def test_padded_rows_are_filled() -> None:
     # 2 requests in 4 lanes: of G = 6 rows 2 hold their last tokens, 4 hold drafts.
-    assert expected_tokens(np.array([[0.9, 0.72], [0.5, 0.2]]), [4, 6, 12]) == pytest.approx(
-        [3.62, 4.32, 4.32]
-    )
+    assert expected_tokens([[0.9, 0.72], [0.5, 0.2]], [4, 6, 12]) == pytest.approx([3.62, 4.32, 4.32])
 
 
 def test_a_request_without_feedback_counts_as_surely_accepted() -> None:
@@ -108,11 +106,9 @@ def test_positions_without_room_and_opted_out_requests_promise_nothing() -> None
     assert (plan.draft_steps, plan.target_rows, plan.reason) == (0, None, "nothing_to_draft")
 
 
-def test_signals_that_are_no_probabilities() -> None:
-    raw = np.array([[np.nan, 1.0], [2.0, np.inf], [0.5, -1.0], [1.0, -np.inf]], dtype=np.float32)
-    assert survivals(raw).tolist() == [[0.0, 0.0], [1.0, 1.0], [0.5, 0.0], [1.0, 0.0]]
+def test_signals_that_are_no_probabilities_promise_nothing() -> None:
     chosen = policy(by_rows({2: 10.0, 3: 10.1, 6: 10.2}), 2, 2, [2, 3])
-    show(chosen, 0, {1: (np.nan, np.nan), 2: (np.nan, 1.0)})
+    show(chosen, 0, {1: (math.nan, math.nan), 2: (math.nan, 1.0)})
     assert chosen.plan(view(1, 2)).target_rows == 2  # nothing is promised
     json.dumps(chosen.status(), allow_nan=False)
 
@@ -159,64 +155,32 @@ def test_the_budget_is_the_best_of_all_tiers_and_allocations(
     assert plan.predicted_ms == costs[picked - 4]
 
 
+@dataclass
+class ByLength:
+    """Costs by the longest KV length of a batch."""
+
+    short: FakeCosts
+    long: FakeCosts
+
+    def at(self, kv_lengths: Sequence[int]) -> FakeCosts | None:
+        return (self.short if max(kv_lengths) <= 100 else self.long).at(kv_lengths)
+
+
+def test_costs_are_those_of_the_batch_that_is_planned() -> None:
+    """Whatever the round before was planned by: other lengths, other requests, no costs at all."""
+    short, long = by_rows({1: 10.0, 2: 11.0, 4: 90.0}), by_rows({1: 10.0, 2: 25.0, 4: 90.0})
+    short.covers = lambda kv: kv > 1
+    geo = geometry(1, BucketGrid([1, 2]), tiers={(1, 1): (1, 2), (2, 1): (2, 4)})
+    chosen = TargetVerifyPolicy(ByLength(short, long), geo)  # type: ignore[arg-type]
+    show(chosen, 0, {1: (0.9,), 2: (0.9,)})
+    asked = [(1, 100), (1, 101), (1, 100), (2, 100), (1, 100), (1, 1), (1, 100), (2, 101), (1, 101)]
+    plans = [chosen.plan(view(1 + i, rows, kv=kv)) for i, (rows, kv) in enumerate(asked)]
+    # One request: 1 / 10 against 1.9 / 11 or 1.9 / 25. Two: 2 / 11 or 2 / 25 against 3.8 / 90.
+    assert [plan.predicted_ms for plan in plans] == [11.0, 10.0, 11.0, 11.0, 11.0, None, 11.0, 25.0, 10.0]
+    assert [plan.target_rows for plan in plans] == [None, 1, None, 2, None, None, None, 2, 1]
+
+
 # -- how far signals are believed -----------------------------------------------------------------
-
-
-def test_expected_tokens_are_corrected_by_what_was_accepted() -> None:
-    correction = Correction(2)
-    predicted = survivals(np.array([EASY, HARD], dtype=np.float32))
-    correction.observe([row(1, 2, 2), row(2, 2, 0)], predicted)
-    # Position 1: 1 accepted, 0.9 + 0.5 predicted. Position 2: 1 accepted, 0.72 + 0.2 predicted.
-    factors = [17 / 17.4, 17 / 16.92]
-    assert correction.factors == pytest.approx(factors)
-    corrected = correction.apply(predicted)
-    assert corrected[0] == pytest.approx([0.9 * factors[0], 0.72 * factors[1]])
-    assert corrected[1] == pytest.approx([0.5 * factors[0], 0.2 * factors[1]])
-
-
-def test_corrected_survivals_stay_probabilities_of_longer_and_longer_runs() -> None:
-    correction = Correction(2)
-    correction.observe([row(i, 2, 2) for i in range(64)], np.tile([0.25, 0.05], (64, 1)))
-    assert correction.factors == pytest.approx([80 / 32, 80 / 19.2])
-    assert correction.apply(np.array([[0.9, 0.8], [0.2, 0.15]])) == pytest.approx(
-        np.array([[1.0, 1.0], [0.5, 0.5]])  # 2.25 and 3.33 are cut to 1; 0.625 to the 0.5 before it
-    )
-
-
-def test_only_what_was_verified_and_decided_corrects() -> None:
-    correction = Correction(3)
-    rows = [
-        row(1, 2, 2, censored=True),  # kept 2, position 3 was not decided
-        row(2, 1, 0),  # asked for 1
-    ]
-    correction.observe(rows, np.full((2, 3), 0.5))
-    assert correction.factors == pytest.approx([17 / 17, 17 / 16.5, 1.0])
-
-
-def test_an_answer_that_ended_with_the_targets_token_failed_behind_it() -> None:
-    correction = Correction(3)
-    # Asked for 3, the first was refused and the token in its place ended the answer: 1 counts as verified.
-    ended = RowFeedback(1, proposed=1, admitted=3, verified=1, committed=1)
-    correction.observe([ended], np.full((1, 3), 0.5))
-    assert correction.factors == pytest.approx([16 / 16.5] * 3)
-
-
-def test_the_correction_remembers_400_rows() -> None:
-    correction = Correction(1)
-    for _ in range(20):
-        correction.observe([row(i, 1, 1) for i in range(40)], np.full((40, 1), 0.5))
-    assert correction.factors == pytest.approx([416 / 216])
-
-
-def test_a_request_that_does_worse_than_its_signals_gets_a_factor_of_its_own() -> None:
-    memory = SignalMemory(2)
-    memory.observe([1, 2], np.full((2, 2), 0.5), 1)
-    memory.settle([1, 2], np.array([0.0, 2.0]), np.array([1.0, 1.0]))
-    # (0 + 4) / (1 + 4) and (2 + 4) / (1 + 4); of a request nothing is known of, 4 / 4.
-    assert memory.own_factors(memory.places([1, 2, 3])) == pytest.approx([0.8, 1.2, 1.0])
-    memory.settle([1], np.array([0.0]), np.array([31.0]))
-    # 32 promised count as 16: (0 + 4) / (16 + 4).
-    assert memory.own_factors(memory.places([1])) == pytest.approx([0.2])
 
 
 def test_equal_signals_are_corrected_by_what_each_request_kept() -> None:
@@ -226,8 +190,9 @@ def test_equal_signals_are_corrected_by_what_each_request_kept() -> None:
         drafts = plan.draft_steps
         done = [row(1, drafts, drafts, proposed=drafts), row(2, drafts, 0, proposed=drafts)]
         chosen.observe(feedback(plan, done, signals=[[0.6], [0.6]] if drafts else None))
-    easy, hard = chosen._signals.own_factors(chosen._signals.places([1, 2]))
-    assert easy > 1.2 and hard < 0.5
+    easy, hard = chosen._signals.get(1), chosen._signals.get(2)
+    assert easy is not None and hard is not None
+    assert easy.own_factor > 1.2 and hard.own_factor < 0.5
 
 
 def test_overconfident_signals_lead_to_smaller_budgets() -> None:
@@ -326,18 +291,6 @@ def test_probes_of_a_plain_spell_use_the_best_budget_that_verifies_a_draft() -> 
     assert (plans[80].target_rows, plans[80].reason, plans[80].predicted_ms) == (2, "probe", 17.95)
 
 
-def test_old_signals_give_way_to_what_the_request_showed_on_average() -> None:
-    memory = SignalMemory(1)
-    memory.observe([1], np.array([[0.9]]), batch=1)
-    places = memory.places([1, 2])
-    assert memory.latest(places).tolist() == [[0.9], [1.0]]
-    assert not memory.stale(places, 65)[0] and memory.stale(places, 66)[0]
-    # One round of its own against a profile worth 8.
-    assert memory.typical(places, np.array([0.3])) == pytest.approx(np.array([[3.3 / 9], [0.3]]))
-    memory.observe([1], np.array([[0.1]]), batch=2)  # two rounds, mean 0.5
-    assert memory.typical(places, np.array([0.3]))[0] == pytest.approx([3.4 / 10])
-
-
 @pytest.mark.parametrize(("batches", "tier"), [(64, 3), (65, 2)])
 def test_signals_count_for_64_batches(batches: int, tier: int) -> None:
     # Request 2 promises nothing. Fresh, request 1 promises 0.9: 2.9 / 13 against 2 / 10. Stale, about 0.1.
@@ -392,7 +345,6 @@ def test_sequences_that_left_are_forgotten() -> None:
     for plan_id in range(2500):
         show(chosen, plan_id, {2 * plan_id: EASY, 2 * plan_id + 1: HARD})
     assert chosen.status()["sequences_known"] <= 2 * 2 * 512
-    assert len(chosen._signals._latest) <= 4096
 
 
 def test_sequences_that_run_on_in_plain_rounds_are_remembered() -> None:
@@ -402,15 +354,6 @@ def test_sequences_that_run_on_in_plain_rounds_are_remembered() -> None:
         chosen.observe(feedback(chosen.plan(view(plan_id, 1)), [row(1, 0, 0)]))
     show(chosen, 1100, {2: EASY})
     assert chosen.status()["sequences_known"] == 2
-
-
-def test_a_place_taken_over_starts_empty() -> None:
-    memory = SignalMemory(1)
-    memory.observe([1], np.array([[0.9]]), batch=1)
-    memory.touch([], batch=600)
-    assert len(memory) == 0 and memory.latest(memory.places([1])).tolist() == [[1.0]]
-    memory.observe([2], np.array([[0.1]]), batch=601)
-    assert memory.typical(memory.places([2]), np.array([0.1])) == pytest.approx(np.array([[0.1]]))
 
 
 def test_asked_again_it_says_the_same_and_learns_nothing() -> None:

@@ -119,7 +119,7 @@ def run(job: Job, launch: Launch, progress: Progress) -> int:
     }
     how = "in one call" if model.fused else "op by op"
     print(f"{facts['model_type']}, {dtype}, {facts['layers']} layers {how}, kernels: {facts['kernels']}")
-    print(ceiling_line(measured, dtype, threads))
+    print(ceiling_line(measured, threads))
     print(f"\n{kernel_table(parts)}\n\n{pass_table(passes)}")
     if model.fused:
         print("\nA pass runs these inside one call; as calls of their own, each also wakes the threads.")

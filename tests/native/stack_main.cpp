@@ -1,5 +1,5 @@
-// Random stacks of decoder layers in exact buffers, for the sanitizers: any read or write out of place is
-// caught. Every instruction set of this machine must also come close to the portable loops.
+// Random stacks of decoder layers, and loops over them, in exact buffers, for the sanitizers: any read or
+// write out of place is caught. All instruction sets of this machine must also come close to portable loops.
 //
 // Usage: stack_main SEED ROUNDS; exits with 0 if all is well.
 
@@ -111,7 +111,8 @@ struct World {
   std::vector<Weights> weights;
   std::vector<Buffer<bf16>> vectors;
   std::vector<float> frequencies;
-  int64_t rows, sequences, width, block, pages;
+  Buffer<float> cos{0}, sin{0};
+  int64_t loops, rows, sequences, width, block, pages;
   std::vector<int64_t> positions, slots, owners, lens, table;
 
   const bf16* vector(int64_t count) {
@@ -136,10 +137,15 @@ struct World {
     shape.scale = 1.0f / std::sqrt(static_cast<float>(shape.dim));
     shape.norm_eps = 1e-5f;
     shape.final_norm = vector(shape.hidden);
+    loops = pick(1, 3);
     for (int64_t i = 0; i < shape.dim / 2; ++i) frequencies.push_back(std::pow(1e4f, -2.0f * i / shape.dim));
-    shape.frequencies = frequencies.data();
+    if (pick(0, 1) == 1) {
+      shape.frequencies = frequencies.data();
+    } else {
+      tabulate(pick(1, 60));  // some positions are past it
+    }
     const int64_t count = pick(1, 3), attended = shape.heads * shape.dim;
-    const bool head_norm = pick(0, 1) == 1;
+    const bool head_norm = pick(0, 1) == 1, behind = pick(0, 2) > 0, of_sums = pick(0, 1) == 1;
     for (int64_t i = 0; i < count; ++i) {
       xs::Layer layer{};
       layer.qkv = linear((shape.heads + 2 * shape.kv_heads) * shape.dim, shape.hidden);
@@ -149,10 +155,29 @@ struct World {
       layer.input_norm = vector(shape.hidden);
       layer.mlp_norm = vector(shape.hidden);
       if (head_norm) layer.head_norm = vector((shape.heads + shape.kv_heads) * shape.dim);
+      if (behind) {
+        layer.attention_out_norm = vector(shape.hidden);
+        layer.mlp_out_norm = vector(shape.hidden);
+        layer.of_sums = of_sums;
+      }
       layer.eps = 1e-6f;
       layers.push_back(layer);
     }
     lay_out();
+  }
+
+  void tabulate(int64_t positions) {
+    cos = Buffer<float>(positions * shape.dim);
+    sin = Buffer<float>(positions * shape.dim);
+    const int64_t half = shape.dim / 2;
+    for (int64_t i = 0; i < positions * shape.dim; ++i) {
+      const float angle = static_cast<float>(i / shape.dim) * frequencies[static_cast<size_t>(i % half)];
+      cos[i] = std::cos(angle);
+      sin[i] = i % shape.dim < half ? -std::sin(angle) : std::sin(angle);
+    }
+    shape.cos = cos.get();
+    shape.sin = sin.get();
+    shape.positions = positions;
   }
 
   // Sequences of unequal length, their last few tokens in this pass.
@@ -189,18 +214,22 @@ Result run(const World& world, const xs::Ops& ops, int threads, const bf16* resi
   const int64_t elements = 2 * world.shape.kv_heads * world.pages * world.block * world.shape.dim;
   std::vector<Buffer<bf16>> slabs, outputs;
   std::vector<bf16*> slab_at, output_at;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count * world.loops; ++i) {
     slabs.emplace_back(elements);
     std::fill_n(slabs.back().get(), elements, bf16{0x3e80});  // what earlier passes left
-    outputs.emplace_back(world.rows * hidden);
     slab_at.push_back(slabs.back().get());
-    output_at.push_back(i + 1 == count || i % 2 == 1 ? outputs.back().get() : nullptr);
   }
-  Buffer<bf16> normed(world.rows * hidden), kv(world.rows * 2 * world.shape.kv_heads * world.shape.dim);
+  for (int64_t i = 0; i < count; ++i) {
+    outputs.emplace_back(world.rows * hidden);
+    output_at.push_back(i % 2 == 1 ? outputs.back().get() : nullptr);
+  }
+  Buffer<bf16> normed(world.loops * world.rows * hidden);
+  Buffer<bf16> kv(world.rows * 2 * world.shape.kv_heads * world.shape.dim);
   xs::Pass pass{};
   pass.rows = world.rows;
+  pass.loops = world.loops;
   pass.residual = residual;
-  pass.outputs = output_at.data();
+  pass.outputs = world.rows % 2 == 1 ? output_at.data() : nullptr;
   pass.normed = normed.get();
   pass.positions = world.positions.data();
   pass.slots = world.slots.data();

@@ -22,7 +22,7 @@ LONGEST_ROUND_S = 1e6
 
 
 class CostsAt(Protocol):
-    """Costs for a batch whose KV lengths are settled."""
+    """Costs for a batch whose KV lengths are settled. Equal ones say the same of every round."""
 
     def round_ms(
         self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None

@@ -13,7 +13,7 @@ from xspec.config import SpeculationConfig
 from xspec.draft.checkpoint import check_directory
 from xspec.errors import ConfigError
 from xspec.models.locate import is_gguf
-from xspec.models.looped import LoopedConfig
+from xspec.models.looped import LoopedConfig, with_exit_threshold
 from xspec.models.registry import LOOPED, read_config
 from xspec.models.safetensors_loader import read_json
 
@@ -75,10 +75,11 @@ def choose_drafter(
     embedded: bool,
     model: Path | None = None,
     candidates: Candidates | None = None,
+    exit_threshold: float = 0.0,
 ) -> DraftChoice | None:
     """None: plain decoding. `embedded`: the target came as a package; `model`: the target's files.
 
-    `candidates`: a policy chooses among them, None: none does.
+    `candidates`: a policy chooses among them, None: none does. `exit_threshold`: --early_exit_threshold.
     """
     if config.num_speculative_tokens == 0:
         return None
@@ -87,7 +88,10 @@ def choose_drafter(
     if algorithm == "auto" and path is None and candidates is not None and loops > 1:
         algorithm = "Looped"
     if algorithm == "Looped":
-        return _choose_looped(config, path, loops, candidates)
+        choice = _choose_looped(config, path, loops, candidates)
+        if model is not None:
+            _check_full_depth(model, exit_threshold)
+        return choice
     if config.draft_loops != -1:
         raise ConfigError(
             f"--draft_loops={config.draft_loops}: only --speculative_algorithm=Looped drafts with loops, "
@@ -123,10 +127,30 @@ def choose_drafter(
 
 def loops_of(model: Path) -> int:
     """How often the model at `model` (models/locate.py) runs its layers: D, 1 where they are not looped."""
+    config = _looped_config(model)
+    return 1 if config is None else config.loops
+
+
+def _looped_config(model: Path) -> LoopedConfig | None:
+    """None: a model that runs its layers once."""
     if is_gguf(model):
-        return 1
+        return None
     config = read_config(read_json(model / "config.json"), str(model))
-    return config.loops if isinstance(config, LoopedConfig) else 1
+    return config if isinstance(config, LoopedConfig) else None
+
+
+def _check_full_depth(model: Path, asked: float) -> None:
+    """The states that drafting leaves behind are those of all loops: no row may end after fewer."""
+    config = _looped_config(model)
+    if config is None:
+        return
+    with_exit_threshold(config, asked or None, str(model))  # refuses what has no gate
+    threshold = asked or config.exit_threshold or 1.0
+    if threshold < 1.0:
+        raise ConfigError(
+            f"--early_exit_threshold={threshold:g}{'' if asked else ' (the model says so)'} with "
+            "--speculative_algorithm=Looped, whose states are those of full depth; allowed: 1"
+        )
 
 
 def _choose_looped(

@@ -14,7 +14,6 @@ from typing import cast
 import torch
 
 from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, LoopWork, Published
-from xspec.errors import ConfigError
 from xspec.kernels.rounds import FlatRows
 from xspec.models.base import Hidden, LoopedTarget, Target
 
@@ -52,14 +51,7 @@ class LoopedDrafter:
 
     @classmethod
     def load(cls, target: Target, *, steps: int, depths: Sequence[int]) -> LoopedDrafter:
-        """`steps` and `depths` as `draft.choose` found them to fit. ConfigError names what only the loaded
-        target can tell."""
-        if target.spec.exit_threshold < 1.0:
-            raise ConfigError(
-                f"--early_exit_threshold={target.spec.exit_threshold:g} (the model's own where the flag "
-                "is not given) with --speculative_algorithm=Looped, whose states are those of full depth; "
-                "allowed: 1"
-            )
+        """`steps` and `depths`, and that every row runs all loops, as `draft.choose` found them to fit."""
         return cls(cast(LoopedTarget, target), steps, depths)
 
     def attach(self, memory: DraftMemory) -> None:
@@ -108,18 +100,22 @@ class LoopedDrafter:
         state, done = (kept[-1], work.depth) if kept else (target.begin(rows.tokens, inputs, own.kv), 0)
         picks = None
         if work.shadow:
-            picked = [self._pick(each, rows, pick) for each in kept]
             for depth in self.spec.depths[len(kept) :]:
                 state, done = target.run_loops(state, inputs, own.kv, done, depth), depth
-                picked.append(self._pick(state, rows, pick))
-            picks = torch.stack(picked, 1)
+                kept.append(state)
+            picks = self._picks(kept, rows, pick)
         state = target.run_loops(state, inputs, own.kv, done, target.spec.loops)
         return Resumed(target.finish(state, inputs, own.kv), picks)
 
-    def _pick(self, state: torch.Tensor, rows: FlatRows, pick: PickRows) -> torch.Tensor:
-        """What would be drafted after each row if the loops ended at `state`."""
-        hidden = self._target.finish(state, rows.inputs, self._attached().kv)
-        return pick(self._target.logits(hidden.last), rows.owners, rows.inputs.kv_lens, None)
+    def _picks(self, states: Sequence[torch.Tensor], rows: FlatRows, pick: PickRows) -> torch.Tensor:
+        """[G, depths]: what would be drafted after each row if the loops ended at one of the states.
+
+        One head over all of them: its weights are read once.
+        """
+        target, kv, depths = self._target, self._attached().kv, len(states)
+        ends = torch.cat([target.finish(state, rows.inputs, kv).last for state in states])
+        owners, positions = rows.owners.repeat(depths), rows.inputs.kv_lens.repeat(depths)
+        return pick(target.logits(ends), owners, positions, None).view(depths, -1).t()
 
     def _stops(self, work: LoopWork) -> Sequence[int]:
         """Depths whose states are kept, the last one being that which drafts."""

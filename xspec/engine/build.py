@@ -91,6 +91,7 @@ def choose(config: Config, *, whole_grid: bool = False) -> Choices:
         embedded=not config.model.model,
         model=model,
         candidates=None if spec is None else spec.candidates,
+        exit_threshold=config.model.early_exit_threshold,
     )
     adaptation = choose_adaptation(config, platform, drafter, spec)
     if spec is not None and drafter is not None:

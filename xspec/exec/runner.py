@@ -14,6 +14,7 @@ import torch
 from xspec.core.request import SamplingParams
 from xspec.core.round import DecodeRow, PrefillChunk, RoundPlan
 from xspec.draft.base import Draft, Drafter, LoopWork, Published
+from xspec.exec.budget import admit_drafts
 from xspec.exec.calls import DrawRows, VerifyPass
 from xspec.exec.graphs import RoundGraphs
 from xspec.exec.rows import DeviceRows
@@ -24,7 +25,6 @@ from xspec.kernels.rounds import NO_TOKEN, Settled
 from xspec.models.base import Hidden, Target
 from xspec.nn.inputs import ForwardInputs
 from xspec.platform.base import Event, Platform
-from xspec.verify.admit import admit
 from xspec.verify.logprobs import score
 from xspec.verify.sampler import SampleNeeds, draw, needs_of
 from xspec.verify.state import SamplingState
@@ -174,18 +174,14 @@ class Runner:
                 verified = self._admit(ids, verify, draft, plan.shape.target_rows, slot)
         width, target_rows = max(verify), plan.shape.target_rows
         passed = self._graphs.verify(slot.index, ids, pages, verified, drafts, width, target_rows, loops)
-        if isinstance(verified, torch.Tensor) and self._platform.abilities.synchronous:
-            verified = verified.tolist()  # is there: nothing waits for it
         self._accept(rows, width, verified, drafts, passed, slot)
 
     def _admit(
         self, ids: list[int], verify: list[int], draft: Draft, target_rows: int, slot: Slot
-    ) -> torch.Tensor:
+    ) -> list[int] | torch.Tensor:
         """Drafts verified of each row where there are fewer rows than drafts, decided on the device."""
-        count, width = len(ids), max(verify)
-        room = self._rows.room(self._tensor(ids))
-        caps = torch.minimum(self._tensor(verify), (room - 1).clamp_(min=0))
-        admitted = admit(draft.signals[:count, :width], caps, count, target_rows)
+        synchronous = self._platform.abilities.synchronous
+        admitted = admit_drafts(self._rows, ids, verify, draft.signals, target_rows, synchronous)
         slot.keep_admitted(admitted)
         return admitted
 

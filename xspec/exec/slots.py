@@ -88,7 +88,7 @@ class Slot:
         self._signals_view = self._signals.numpy()
         self._admitted = platform.pinned((rows,), torch.int64)
         self._matches = platform.pinned((rows, width, depths), torch.bool)
-        self._budgeted = False
+        self._let_in: Sequence[int] | torch.Tensor | None = None  # drafts a row of a round with a budget
         self._shadowed = 0  # rows a sequence of a shadow round
         self.bad_chunks = platform.pinned((rows,), torch.bool)
         self.scores: dict[int, list[TokenLogprob]] = {}  # by chunk index
@@ -96,7 +96,7 @@ class Slot:
     def begin(self) -> None:
         """Forget the round that was here."""
         self.decoded.logprobs = self.prefilled.logprobs = None
-        self._budgeted, self._shadowed = False, 0
+        self._let_in, self._shadowed = None, 0
         self.scores = {}
 
     def keep_signals(self, signals: torch.Tensor) -> None:
@@ -104,10 +104,11 @@ class Slot:
         rows, steps = signals.shape
         self._signals[:rows, :steps].copy_(signals, non_blocking=True)
 
-    def keep_admitted(self, admitted: torch.Tensor) -> None:
-        """admitted [R]: drafts that a row budget let into verification."""
-        self._admitted[: len(admitted)].copy_(admitted, non_blocking=True)
-        self._budgeted = True
+    def keep_admitted(self, admitted: Sequence[int] | torch.Tensor) -> None:
+        """admitted [R]: drafts that a row budget let into verification, on the device or read already."""
+        if isinstance(admitted, torch.Tensor):
+            admitted = self._admitted[: len(admitted)].copy_(admitted, non_blocking=True)
+        self._let_in = admitted
 
     def keep_matches(self, matches: torch.Tensor) -> None:
         """matches [R, W, depths] of a shadow round (`RoundFeedback.matches`)."""
@@ -124,7 +125,9 @@ class Slot:
             for index, chunk in enumerate(plan.batch.chunks)
         ]
         ids = [row.sequence_id for row in plan.batch.rows]
-        admitted = self._admitted[: len(ids)].tolist() if self._budgeted else None
+        admitted = self._let_in
+        if isinstance(admitted, torch.Tensor):
+            admitted = admitted.tolist()
         rows = self.decoded.read(ids, admitted) if ids else []
         signals = matches = None
         if plan.batch.verify:

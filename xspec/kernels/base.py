@@ -46,6 +46,15 @@ class NormWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputNorms:
+    """Norms behind the sublayers f of a layer: r += norm(f(r)), or with `of_sums` r = norm(r + f(r))."""
+
+    attention: NormWeights
+    mlp: NormWeights
+    of_sums: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """A pre-norm decoder layer: r += output(attention(qkv(norm(r)))), r += down(gate_up(norm(r)))."""
 
@@ -56,6 +65,22 @@ class LayerWeights:
     mlp_norm: NormWeights
     gate_up: PackedLinear  # from `pack_gated`
     down: PackedLinear
+    output_norms: OutputNorms | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Cosines and sines of every position, [positions, D] fp32; later positions turn as the last.
+
+    Both halves of a head turn by the same angle; the sines of the first are negated.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+Rotary = torch.Tensor | RotaryTable
+"""How far a position turns a head: [D / 2] fp32 radians a position, or a table."""
 
 
 class FusedLayers(Protocol):
@@ -75,6 +100,14 @@ class FusedLayers(Protocol):
 
         `kept`: after how many layers (1: after the first) the stream is wanted; the last always is.
         Writes the rows' K/V into `slabs`, one per layer.
+        """
+
+    def loop(
+        self, residual: torch.Tensor, inputs: ForwardInputs, slabs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Layers and final norm as often as `slabs`, one per layer and loop, go round: what each loop yields.
+
+        A loop reads what the one before it yielded. Only of layers that were fused with a norm.
         """
 
     def publish(
@@ -119,13 +152,10 @@ class Kernels(Protocol):
         self,
         layers: Sequence[LayerWeights],
         shape: AttentionShape,
-        frequencies: torch.Tensor,
-        norm: NormWeights,
+        rotary: Rotary,
+        norm: NormWeights | None,
     ) -> FusedLayers | None:
-        """All `layers` and the final norm as one call; None where this device runs them op by op.
-
-        frequencies [D / 2] fp32: radians a position, of the rotation.
-        """
+        """All `layers` and the final norm, if any, as one call; None where this device runs them op by op."""
 
     def fuse_rows(self, table: RowTable) -> FusedRows | None:
         """The bookkeeping of rounds over these rows in a few calls; None where this device has none."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from xspec.errors import UnsupportedError
-from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, PackedLinear
+from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, PackedLinear, Rotary
 
 if TYPE_CHECKING:
     from xspec.kernels.quantised import Blocks
@@ -230,8 +230,8 @@ class CpuKernels:
         self,
         layers: Sequence[LayerWeights],
         shape: AttentionShape,
-        frequencies: torch.Tensor,
-        norm: NormWeights,
+        rotary: Rotary,
+        norm: NormWeights | None,
     ) -> None:
         return None
 

@@ -18,6 +18,7 @@ from xspec.kernels.base import (
     NormWeights,
     PackedLinear,
     PagedAttention,
+    Rotary,
 )
 from xspec.kernels.cpu import CpuKernels
 from xspec.kernels.native import Team
@@ -69,12 +70,12 @@ class NativeKernels:
         self,
         layers: Sequence[LayerWeights],
         shape: AttentionShape,
-        frequencies: torch.Tensor,
-        norm: NormWeights,
+        rotary: Rotary,
+        norm: NormWeights | None,
     ) -> FusedLayers | None:
         if not layers_fit(layers, shape):
             return None
-        return NativeLayers(self._team, layers, shape, frequencies, norm)
+        return NativeLayers(self._team, layers, shape, rotary, norm)
 
     def fuse_rows(self, table: RowTable) -> NativeRows:
         return NativeRows(self._team.library, table)

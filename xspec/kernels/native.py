@@ -18,7 +18,7 @@ import torch
 
 from xspec.errors import EngineError
 
-VERSION = 2
+VERSION = 3
 """Of the C interface; a library of another version was built from other sources."""
 
 ISAS = ("avx512", "avx2", "portable")
@@ -111,6 +111,9 @@ class CStackShape(ctypes.Structure):
         ("norm_eps", _F32),
         ("final_norm", _PTR),
         ("frequencies", _PTR),
+        ("cos", _PTR),
+        ("sin", _PTR),
+        ("positions", _I64),
     ]
 
 
@@ -123,6 +126,9 @@ class CLayer(ctypes.Structure):
         ("input_norm", _PTR),
         ("mlp_norm", _PTR),
         ("head_norm", _PTR),
+        ("attention_out_norm", _PTR),
+        ("mlp_out_norm", _PTR),
+        ("of_sums", ctypes.c_bool),
         ("eps", _F32),
     ]
 
@@ -130,6 +136,7 @@ class CLayer(ctypes.Structure):
 class CPass(ctypes.Structure):
     _fields_ = [
         ("rows", _I64),
+        ("loops", _I64),
         ("residual", _PTR),
         ("outputs", _PTR),
         ("normed", _PTR),

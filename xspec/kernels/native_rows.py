@@ -12,6 +12,7 @@ import torch
 
 from xspec.errors import EngineError
 from xspec.kernels.native import NativeLibrary, check
+from xspec.kernels.native_admit import CAdmit, NativeAdmit
 from xspec.kernels.native_draws import CDraw
 from xspec.kernels.rounds import FlatRows, RowTable, Settled, Told
 from xspec.nn.inputs import ForwardInputs, Ragged, Segment
@@ -106,13 +107,14 @@ class CCarry(ctypes.Structure):
     ]
 
 
-STRUCTS = (CRowTable, CPassRows, CVerifyRows, CSettle, CCarry, CDraw)
+STRUCTS = (CRowTable, CPassRows, CVerifyRows, CSettle, CCarry, CDraw, CAdmit)
 """In the order in which xs_round_struct_sizes reports them."""
 
 _TABLE = ctypes.POINTER(CRowTable)
 _PROTOTYPES: dict[str, Sequence[type]] = {
     "xs_decode_rows": (_TABLE, ctypes.POINTER(CPassRows), _I64, _I64, _I32),
     "xs_verify_rows": (_TABLE, ctypes.POINTER(CVerifyRows), _PTR, _I64),
+    "xs_admit": (_TABLE, ctypes.POINTER(CAdmit)),
     "xs_settle": (_TABLE, ctypes.POINTER(CSettle)),
     "xs_carry": (ctypes.POINTER(CCarry),),
 }
@@ -148,6 +150,7 @@ class NativeRows:
             block=table.block_size,
             sink_page=table.sink_page,
         )
+        self.admit = NativeAdmit(self._c, self._struct, table.length.shape[0])
 
     def draft_rows(self, row_ids: torch.Tensor) -> NativeDraftRows:
         return NativeDraftRows(self._c, self._struct, self._table, row_ids)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights
+from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, Rotary
 from xspec.kernels.quantised import Blocks, ReferenceBlocks
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class ReferenceKernels:
         self,
         layers: Sequence[LayerWeights],
         shape: AttentionShape,
-        frequencies: torch.Tensor,
-        norm: NormWeights,
+        rotary: Rotary,
+        norm: NormWeights | None,
     ) -> None:
         return None
 

@@ -6,6 +6,7 @@ and says what every number means; parity with it is tested.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,6 +91,13 @@ class FusedRows(Protocol):
         self, row_ids: torch.Tensor, drafts: torch.Tensor, counts: torch.Tensor, target_rows: int
     ) -> VerifyRows:
         """Inputs of verify passes over row_ids [L], drafts [L, K], counts [L] of up to K + 1 rows a lane."""
+
+    def admit(
+        self, row_ids: Sequence[int], verify: Sequence[int], signals: torch.Tensor, target_rows: int
+    ) -> list[int]:
+        """As `exec.budget.admit_drafts`: drafts verified of each of row_ids [L], at most verify [L] of them,
+        in a pass of `target_rows` rows. signals [L or more, >= max(verify)] float32. Reads the device.
+        """
 
     def settle(
         self,

@@ -191,12 +191,14 @@ class LoopedDecoder:
         """The state after each of the loops."""
         core, inject, layers = self._parts.core, self._parts.inject, self.spec.num_layers
         prepared = core.prepare(inputs, kv[0])
+        if inject is None:
+            yield from core.loop(state, inputs, kv[first * layers : last * layers], prepared)
+            return
+        entry = state[:, self.spec.hidden_size :]
         for loop in range(first, last):
             planes = kv[loop * layers : (loop + 1) * layers]
-            inner = state if inject is None else inject(state)
-            inner = core.run(inner, inputs, planes, prepared).last
-            entry = state[:, self.spec.hidden_size :]
-            state = inner if inject is None else torch.cat((inner, entry), dim=-1)
+            inner = core.run(inject(state), inputs, planes, prepared).last
+            state = torch.cat((inner, entry), dim=-1)
             yield state
 
 

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from xspec.kernels.base import Rotary, RotaryTable
+
 
 class RopeScaling(enum.Enum):
     NONE = "default"
@@ -61,6 +63,10 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rotation(Protocol):
+    @property
+    def source(self) -> Rotary:
+        """What devices that fuse layers turn by."""
+
     def __call__(self, positions: torch.Tensor) -> CosSin:
         """positions [N] int64 -> their cosines and sines."""
 
@@ -73,7 +79,7 @@ class Rope:
     """
 
     def __init__(self, frequencies: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        self.frequencies = frequencies.to(device)  # [D / 2] radians a position
+        self.source: Rotary = frequencies.to(device)
         # Both halves of a head turn by the same angle; the first takes the sine negated.
         self._frequencies = torch.cat((frequencies, frequencies)).to(device)
         signs = torch.ones_like(frequencies)
@@ -90,8 +96,9 @@ class TableRope:
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> None:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
-        self._cos = torch.cat((cos, cos), -1).to(kind).unsqueeze(1)  # [positions, 1, D]
-        self._sin = torch.cat((-sin, sin), -1).to(kind).unsqueeze(1)
+        turns = RotaryTable(torch.cat((cos, cos), -1).to(kind), torch.cat((-sin, sin), -1).to(kind))
+        self.source: Rotary = turns
+        self._cos, self._sin = turns.cos.unsqueeze(1), turns.sin.unsqueeze(1)  # [positions, 1, D]
 
     def __call__(self, positions: torch.Tensor) -> CosSin:
         # A draft may stand past the last position; nobody reads what comes of it.

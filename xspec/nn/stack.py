@@ -5,18 +5,18 @@ Targets and drafters run their layers through this. Knows nothing of tokens, emb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from xspec.kernels.base import AttentionShape, Kernels, LayerWeights, PagedAttention
+from xspec.kernels.base import AttentionShape, Kernels, LayerWeights, OutputNorms, PagedAttention
 from xspec.nn.attention import GroupedAttention
 from xspec.nn.inputs import ForwardInputs
 from xspec.nn.mlp import SwiGLU
 from xspec.nn.norm import RMSNorm
-from xspec.nn.rope import CosSin, Rope, Rotation
+from xspec.nn.rope import CosSin, Rotation
 
 
 class DecoderLayer(Protocol):
@@ -25,10 +25,13 @@ class DecoderLayer(Protocol):
     ) -> torch.Tensor:
         """residual [N, hidden], not modified -> the stream behind the layer; writes the rows' K/V."""
 
+    def weights(self) -> LayerWeights:
+        """For a device that fuses layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Pre-norm, as llama has it: the only kind that devices fuse."""
+    """Pre-norm, as llama has it."""
 
     input_norm: RMSNorm
     attention: GroupedAttention
@@ -71,6 +74,10 @@ class SandwichLayer:
         added = inner.mlp(inner.mlp_norm(residual), None)
         return residual + self.mlp_out_norm(added)
 
+    def weights(self) -> LayerWeights:
+        norms = OutputNorms(self.attention_out_norm.weights, self.mlp_out_norm.weights, of_sums=False)
+        return replace(self.inner.weights(), output_norms=norms)
+
 
 @dataclass(frozen=True, slots=True)
 class NormedSumLayer:
@@ -87,6 +94,10 @@ class NormedSumLayer:
         residual = inner.attention(inner.input_norm(residual), residual, cos_sin, paged, slab)
         residual = self.attention_sum_norm(residual)
         return self.mlp_sum_norm(inner.mlp(inner.mlp_norm(residual), residual))
+
+    def weights(self) -> LayerWeights:
+        norms = OutputNorms(self.attention_sum_norm.weights, self.mlp_sum_norm.weights, of_sums=True)
+        return replace(self.inner.weights(), output_norms=norms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +130,8 @@ class LayerStack:
     ) -> None:
         self._kernels, self._shape = kernels, shape
         self._layers, self._norm, self._rope = tuple(layers), norm, rope
-        plain = [layer.weights() for layer in self._layers if isinstance(layer, Layer)]
-        self._fused = None
-        if len(plain) == len(self._layers) and norm is not None and isinstance(rope, Rope):
-            self._fused = kernels.fuse(plain, shape, rope.frequencies, norm.weights)
+        weights = [layer.weights() for layer in self._layers]
+        self._fused = kernels.fuse(weights, shape, rope.source, None if norm is None else norm.weights)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -163,6 +172,21 @@ class LayerStack:
             raise ValueError("layers that no device fuses need what `prepare` returns")
         streams[0] = residual
         return Streams(last, streams[len(self._layers)], tuple(streams[tap] for tap in taps))
+
+    def loop(
+        self,
+        state: torch.Tensor,
+        inputs: ForwardInputs,
+        slabs: Sequence[torch.Tensor],
+        prepared: Prepared | None,
+    ) -> Iterator[torch.Tensor]:
+        """Over and over, each time reading what it yielded last: `slabs` are one per layer and run."""
+        if prepared is None and self._fused is not None and self._norm is not None:
+            yield from self._fused.loop(state, inputs, slabs)
+            return
+        for first in range(0, len(slabs), len(self)):
+            state = self.run(state, inputs, slabs[first : first + len(self)], prepared).last
+            yield state
 
     def publish(
         self, residual: torch.Tensor, positions: torch.Tensor, slab: torch.Tensor, slots: torch.Tensor

@@ -63,7 +63,9 @@ class CpuPlatform:
             dtypes.add(torch.float16)
         self._library = _native_library(kernels)
         self._kernels: Kernels | None = None
-        fast_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        # Few rows are bound by reading weights, so native kernels gain by bf16 without instructions for it.
+        fast_bf16 = instructions or (self._library is not None and self._library.isa() in NATIVE)
         self.abilities = Abilities(
             dtypes=frozenset(dtypes),
             default_dtype=torch.bfloat16 if fast_bf16 else torch.float32,

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
+from itertools import accumulate, chain
+from operator import truediv
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tier:
     """A row budget with what it is expected to bring and to cost."""
 
@@ -22,26 +19,24 @@ class Tier:
     tokens: float
     ms: float
 
-    @property
-    def score(self) -> float:
-        return self.tokens / self.ms
 
-
-def expected_tokens(survivals: Floats, target_rows: Sequence[int]) -> Floats:
+def expected_tokens(survivals: Sequence[Sequence[float]], target_rows: Sequence[int]) -> list[float]:
     """For each budget G: B requests get a token each, and the best G - B of their drafts what they promise.
 
-    `survivals` [B, K] must not grow along a row, so that the best always are prefixes; 0 where a draft cannot
-    matter. [tiers]
+    `survivals`: of each request those of the drafts that can matter; they must not grow, so that the best
+    always are prefixes.
     """
     rows = len(survivals)
-    promised = np.concatenate(([0.0], np.cumsum(-np.sort(-survivals, axis=None))))
-    drafts = np.minimum(np.array(target_rows) - rows, survivals.size)
-    return np.asarray(rows + promised[drafts])
+    best = sorted(chain.from_iterable(survivals), reverse=True)
+    promised = list(accumulate(best, initial=0.0))
+    return [rows + promised[min(size - rows, len(best))] for size in target_rows]
 
 
-def best_tier(survivals: Floats, measured: Sequence[tuple[int, float]]) -> Tier:
-    """The best of the (target rows, ms) that were measured, ascending and at least one."""
-    tokens = expected_tokens(survivals, [target_rows for target_rows, _ in measured])
-    best = int(np.argmax(tokens / np.array([ms for _, ms in measured])))
-    target_rows, ms = measured[best]
-    return Tier(target_rows=target_rows, tokens=float(tokens[best]), ms=ms)
+def best_tier(
+    survivals: Sequence[Sequence[float]], target_rows: Sequence[int], tiers_ms: Sequence[float]
+) -> Tier:
+    """The best of the budgets that were measured, `target_rows` ascending, aligned, and at least one."""
+    tokens = expected_tokens(survivals, target_rows)
+    scores = list(map(truediv, tokens, tiers_ms))
+    best = scores.index(max(scores))
+    return Tier(target_rows=target_rows[best], tokens=tokens[best], ms=tiers_ms[best])

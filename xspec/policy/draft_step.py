@@ -11,9 +11,6 @@ from itertools import accumulate, groupby
 from math import isnan, nan
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.cost.model import Costs, CostsAt
 from xspec.policy.acceptance import PrefixRates
@@ -21,12 +18,10 @@ from xspec.policy.base import PolicyView
 from xspec.policy.geometry import PolicyGeometry, draft_limits
 from xspec.policy.ledger import Ledger, Planned
 from xspec.policy.settings import DEFAULTS, DraftStepSettings
-from xspec.policy.switching import Held, Turns, choose, meet_load, scoring_due, start
+from xspec.policy.switching import Held, Turns, best_choice, choose, meet_load, scoring_due, start
 
 DEEP_PROBE_EVERY = 4
 """Each fourth probe goes to the deepest depth: nothing else would ever look below the best alternative."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +47,6 @@ class DraftStepPolicy:
         self._costs = costs
         self._geometry = geometry
         self._settings = settings
-        self._positions = np.arange(1, geometry.draft_width + 1)
         self._rates = PrefixRates(geometry.draft_width, settings.window_size)
         self._ledger: Ledger[BatchLoad] = Ledger()
         self._turns = Turns()
@@ -117,7 +111,7 @@ class DraftStepPolicy:
         now = self._ledger.moment(view.plan_id, load.rows, load.lanes, held)
         if held is None:
             scores = self._scores(now.plan_id, load, at, costs_ms)
-            return start(int(np.nanargmax(scores)), now), "initial", None
+            return start(best_choice(scores), now), "initial", None
         held = meet_load(held, now)
         covered = not isnan(costs_ms[held.choice])
         if covered and not scoring_due(held, now, self._settings.update_interval):
@@ -152,7 +146,7 @@ class DraftStepPolicy:
 
     # -- worth --------------------------------------------------------------------------------
 
-    def _scores(self, since_id: int, load: BatchLoad, at: CostsAt, costs_ms: list[float]) -> Floats:
+    def _scores(self, since_id: int, load: BatchLoad, at: CostsAt, costs_ms: list[float]) -> list[float]:
         """Tokens per ms at every depth 0 .. K (NaN: no choice), of this batch and recent ones of its load.
 
         (sum of rows + sum over i <= depth of useful_i P_i) / sum of cost_ms, sums over batches; the others
@@ -177,8 +171,10 @@ class DraftStepPolicy:
         tokens = accumulate(
             (each * p for each, p in zip(useful, self._rates.prefix(), strict=True)), initial=rows
         )
-        scores = [each / ms for each, ms in zip(tokens, total_ms, strict=True)]
-        return np.where(np.isnan(costs_ms), nan, scores)
+        return [
+            nan if isnan(here) else each / ms
+            for here, each, ms in zip(costs_ms, tokens, total_ms, strict=True)
+        ]
 
     def _costs_ms(self, at: CostsAt, lanes: int) -> list[float]:
         """Round cost at every depth 0 .. K; NaN where it is not measured or not allowed."""
@@ -197,8 +193,8 @@ class DraftStepPolicy:
                 self._full_load = BatchLoad(rows=rows, lanes=lanes, useful=(float(rows),) * width)
             return self._full_load
         limits = draft_limits(view, width)
-        useful = (limits[:, None] >= self._positions).sum(axis=0).astype(np.float64)
-        return BatchLoad(rows=rows, lanes=lanes, useful=tuple(useful.tolist()))
+        useful = tuple(float(sum(limit > i for limit in limits)) for i in range(width))
+        return BatchLoad(rows=rows, lanes=lanes, useful=useful)
 
     # -- plans --------------------------------------------------------------------------------
 

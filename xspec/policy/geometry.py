@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xspec.core.shapes import BucketGrid, TargetTiers
 from xspec.errors import ConfigError
 from xspec.policy.base import PolicyView
@@ -60,17 +57,15 @@ class CandidateGeometry:
         return self.steps[-1]
 
 
-def draft_limits(view: PolicyView, width: int) -> NDArray[np.int64]:
+def draft_limits(view: PolicyView, width: int) -> list[int]:
     """Drafts of each decode row that can matter, 0 .. `width`. [rows]
 
     None where drafts may not be verified, and room - 1 at most: the token that fills a sequence is the
     target's.
     """
-    limits = np.full(len(view.sequence_ids), width, dtype=np.int64)
-    if all(view.speculative) and min(view.rooms, default=width + 1) > width:
-        return limits  # nearly always
-    if view.rooms:
-        limits = np.minimum(np.maximum(np.array(view.rooms, dtype=np.int64) - 1, 0), width)
-    if view.speculative:
-        limits[~np.array(view.speculative, dtype=np.bool_)] = 0
+    limits = [width] * len(view.sequence_ids)
+    if min(view.rooms, default=width + 1) <= width:
+        limits = [min(max(room - 1, 0), width) for room in view.rooms]
+    if not all(view.speculative):
+        limits = [limit if wanted else 0 for limit, wanted in zip(limits, view.speculative, strict=True)]
     return limits

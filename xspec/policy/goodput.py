@@ -14,13 +14,13 @@ from typing import Any
 
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.cost.looped import rate_of
-from xspec.cost.model import Costs, CostsAt
+from xspec.cost.model import Costs
 from xspec.policy.base import PolicyView
 from xspec.policy.geometry import CandidateGeometry, draft_limits
 from xspec.policy.looking import Looking
 from xspec.policy.loop_candidates import range_of
 from xspec.policy.loop_flags import FlagStreams
-from xspec.policy.round_costs import PLAIN, RoundCosts, round_ms
+from xspec.policy.round_costs import PLAIN, RoundCosts
 from xspec.policy.spec_config import AdaptiveSpecConfig, Candidate, DisableSettings, GoodputSettings
 
 STALE_BATCHES = 64
@@ -92,20 +92,19 @@ class GoodputPolicy:
         if not view.sequence_ids:
             return self._plan(view, PLAIN, "prefill_only")
         limits = draft_limits(view, self._steps[-1])
-        if not limits.any():
+        if not any(limits):
             return self._plan(view, PLAIN, "nothing_to_draft")
-        lanes, at = self._costs.lanes(view), self._costs.at(view)
+        lanes, costs_ms = self._costs.lanes(view), self._costs.of(view, self._choices).spec_ms
         before = self._held.get(lanes)
-        held_ms = None if before is None else self._ms(at, lanes, self._choices[before.choice])
+        held_ms = None if before is None else costs_ms[before.choice]
         self._asked = (view.plan_id, lanes, before)
         shadow = self._looking.shadow(view.plan_id)
         settled = before is not None and self._batches - before.looked < self._settings.interval
         if before is not None and settled and held_ms is not None and not self._looking.probe_due():
             return self._plan(view, self._choices[before.choice], "hold", held_ms, shadow)
-        costs_ms = [self._ms(at, lanes, one) for one in self._choices]
         if all(ms is None for ms in costs_ms):
             return self._uncovered(view, shadow)
-        useful = [float((limits > k).sum()) for k in range(self._steps[-1])]
+        useful = [float(sum(limit > k for limit in limits)) for k in range(self._steps[-1])]
         scores = self._scores(len(view.sequence_ids), useful, costs_ms)
         held, reason = self._hold(before, scores)
         self._held[lanes] = held
@@ -154,9 +153,6 @@ class GoodputPolicy:
             if cost is not None and self._choices[index].draft_steps > steps
         }
         return self._looking.probe(plan_id, extra_ms, scores) if extra_ms else None
-
-    def _ms(self, at: CostsAt | None, lanes: int, choice: Candidate) -> float | None:
-        return None if at is None else round_ms(at, lanes, choice)
 
     def _uncovered(self, view: PolicyView, shadow: bool) -> SpeculationPlan:
         """No cost is known: what the config begins with at this size, or a plain round."""

@@ -26,7 +26,7 @@ SEEN_MS = 20_000.0
 LoadT = TypeVar("LoadT")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Planned(Generic[LoadT]):
     """A decode round as it was planned. `load`: what scores are made of, None where it could not be scored.
 
@@ -69,8 +69,9 @@ class Ledger(Generic[LoadT]):
         planned = self._planned.pop(plan.plan_id, None)
         if planned is not None and planned.cause is not None:
             self.causes[planned.cause] += 1
-        for lost in [plan_id for plan_id in self._planned if plan_id < plan.plan_id]:
-            del self._planned[lost]  # rounds that failed have no feedback
+        for plan_id in list(self._planned):
+            if plan_id < plan.plan_id:
+                del self._planned[plan_id]  # rounds that failed have no feedback
         if feedback.shape.target_rows == 0:
             return False
         self.batches += 1
@@ -89,19 +90,21 @@ class Ledger(Generic[LoadT]):
 
     def moment(self, plan_id: int, rows: int, lanes: int, held: Held | None) -> Moment:
         """The coming round, with the least and most rows of the last 20 s that count for what is held."""
-        since_id = -1 if held is None else held.range_id
-        seen = [
-            rows
-            for rows, (seen_id, ended_ms) in self._seen.items()
-            if seen_id >= since_id and self.elapsed_ms - ended_ms <= SEEN_MS
-        ]
+        seen_rows = None
+        if held is not None and rows != held.rows:
+            seen = [
+                rows
+                for rows, (seen_id, ended_ms) in self._seen.items()
+                if seen_id >= held.range_id and self.elapsed_ms - ended_ms <= SEEN_MS
+            ]
+            seen_rows = (min(seen), max(seen)) if seen else None
         return Moment(
             plan_id=plan_id,
             rows=rows,
             lanes=lanes,
             batches=self.batches,
             elapsed_ms=self.elapsed_ms,
-            seen_rows=(min(seen), max(seen)) if seen else None,
+            seen_rows=seen_rows,
         )
 
     def counts(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class AdaptiveController:
     def _decide(self, view: PolicyView) -> SpeculationPlan:
         if not view.sequence_ids:
             return self._plain(view, "prefill_only")
-        if not draft_limits(view, self._width).any():
+        if not any(draft_limits(view, self._width)):
             return self._plain(view, "nothing_to_draft")
         self._turn = turn_range(self._ranges, self._turn, len(view.sequence_ids))
         index = self._turn.index

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from xspec.core.round import RoundFeedback, RowFeedback
 from xspec.policy.acceptance import PRIOR_RATE, PRIOR_TRIALS
 
@@ -25,29 +23,48 @@ SHORT_FLAGS = (24.0, 96.0)
 SHIFT_SIGMAS, SHIFT_RATE, SHIFT_LEAST = 3.5, 0.15, 3.5
 """They show a shift if they differ by so many standard deviations, and by so much, and are so many."""
 
+MOST_UNITS = 1e9
+"""Counts are brought back to units of 1 when these have grown so large."""
+
+_Row = tuple[int, list[float], list[float]]
+"""Of rounds with K drafts: K + 1, trials and hits by position."""
+
 Flags = Sequence[int | None]
 """Of consecutive committed tokens: 1 match, 0 none, None not known."""
 
 
 @dataclass(slots=True)
 class DepthFlags:
-    """Evidence of one depth. `trials[n][k]`: drafts k + 1 of rounds with steps[n] drafts that were reached;
-    `hits`: those that held. Both decay by what is added, to about `window` flags."""
+    """Evidence of one depth, which decays by what is added, to about `window` flags.
+
+    It is kept in units that grow instead, so that adding flags touches only what they say something of.
+    """
 
     steps: tuple[int, ...]
     window: float
     prior: float
-    trials: list[list[float]] = field(init=False)
-    hits: list[list[float]] = field(init=False)
     total: float = 0.0
     matched: float = 0.0
     late_total: list[float] = field(init=False)  # by SHORT_FLAGS
     late_matched: list[float] = field(init=False)
+    _unit: float = 1.0
+    _rows: list[_Row] = field(init=False)
+    _deep: list[list[_Row]] = field(init=False)  # by position: rounds that reach it
 
     def __post_init__(self) -> None:
-        self.trials = [[0.0] * steps for steps in self.steps]
-        self.hits = [[0.0] * steps for steps in self.steps]
+        self._rows = [(steps + 1, [0.0] * steps, [0.0] * steps) for steps in self.steps]
+        self._deep = [[row for row in self._rows if row[0] > k + 1] for k in range(self.steps[-1])]
         self._forget_late()
+
+    @property
+    def trials(self) -> list[list[float]]:
+        """[n][k]: drafts k + 1 of rounds with steps[n] drafts that were reached."""
+        return [[each / self._unit for each in tried] for _, tried, _ in self._rows]
+
+    @property
+    def hits(self) -> list[list[float]]:
+        """[n][k]: those of them that held."""
+        return [[each / self._unit for each in held] for _, _, held in self._rows]
 
     def add(self, counts: Mapping[int, Sequence[int]]) -> None:
         """`counts[r]`: (misses, matches) at flags behind exactly r matches since a round surely began there.
@@ -55,24 +72,29 @@ class DepthFlags:
         That is behind a rejection, a gap or the beginning. So in rounds of K drafts it is draft r mod (K + 1)
         + 1, and with remainder K a bonus, which no draft was made for.
         """
-        flags = sum(map(sum, counts.values()))
-        if not flags:
+        if not counts:
             self._forget_late()
             return
-        self._scale((1.0 - 1.0 / self.window) ** flags)
-        matched = sum(matches for _, matches in counts.values())
-        self.total += flags
-        self.matched += matched
+        matched = sum([matches for _, matches in counts.values()])
+        flags = matched + sum([misses for misses, _ in counts.values()])
+        kept = (1.0 - 1.0 / self.window) ** flags
+        self.total = self.total * kept + flags
+        self.matched = self.matched * kept + matched
         for w, short in enumerate(SHORT_FLAGS):
-            kept = (1.0 - 1.0 / short) ** flags
-            self.late_total[w] = self.late_total[w] * kept + flags
-            self.late_matched[w] = self.late_matched[w] * kept + matched
+            kept_late = (1.0 - 1.0 / short) ** flags
+            self.late_total[w] = self.late_total[w] * kept_late + flags
+            self.late_matched[w] = self.late_matched[w] * kept_late + matched
+        self._unit /= kept
+        if self._unit > MOST_UNITS:
+            self._rescale(1.0 / self._unit)
+        unit = self._unit
         for run, (misses, matches) in counts.items():
-            for n, steps in enumerate(self.steps):
-                draft = run % (steps + 1)
-                if draft < steps:
-                    self.trials[n][draft] += misses + matches
-                    self.hits[n][draft] += matches
+            tried, held = unit * (misses + matches), unit * matches
+            for span, trials, hits in self._rows:
+                draft = run % span
+                if draft < span - 1:
+                    trials[draft] += tried
+                    hits[draft] += held
 
     def shifted(self) -> bool:
         """Whether the flags of late are not like those of the longer memory."""
@@ -89,17 +111,19 @@ class DepthFlags:
     def forget(self) -> None:
         """Begin anew, from what the flags of late say: what is older may not be true any more."""
         self.prior = (self.late_matched[0] + self.rate) / (self.late_total[0] + 1.0)
-        self._scale(0.0)
+        self.total = self.matched = 0.0
+        self._rescale(0.0)
         self._forget_late()
 
     def _forget_late(self) -> None:
         self.late_total, self.late_matched = [0.0] * len(SHORT_FLAGS), [0.0] * len(SHORT_FLAGS)
 
-    def _scale(self, factor: float) -> None:
-        self.total *= factor
-        self.matched *= factor
-        self.trials = [[each * factor for each in row] for row in self.trials]
-        self.hits = [[each * factor for each in row] for row in self.hits]
+    def _rescale(self, factor: float) -> None:
+        """Counts times `factor`, in units of 1."""
+        for _, trials, hits in self._rows:
+            trials[:] = [each * factor for each in trials]
+            hits[:] = [each * factor for each in hits]
+        self._unit = 1.0
 
     # -- rates --------------------------------------------------------------------------------
 
@@ -109,19 +133,22 @@ class DepthFlags:
         A hazard without evidence of its own leans on that of the same position in rounds of any length, and
         that one on the position before.
         """
-        pooled, before, weight = [], self.prior, PRIOR_TRIALS
-        for k in range(self.steps[-1]):
-            deep = [n for n, steps in enumerate(self.steps) if steps > k]
-            trials = sum(self.trials[n][k] for n in deep) / len(deep)
-            hits = sum(self.hits[n][k] for n in deep) / len(deep)
-            before = (hits + weight * before) / (trials + weight)
-            weight = SHRINK_TRIALS
-            pooled.append(before)
+        unit = self._unit
+        leaned, before, weight = [], self.prior, PRIOR_TRIALS * unit
+        lean = SHRINK_TRIALS * unit
+        for k, deep in enumerate(self._deep):
+            tried = held = 0.0
+            for _, trials, hits in deep:
+                tried += trials[k]
+                held += hits[k]
+            before = (held / len(deep) + weight * before) / (tried / len(deep) + weight)
+            weight = lean
+            leaned.append(lean * before)
         found = []
-        for trials_of, hits_of in zip(self.trials, self.hits, strict=True):
+        for _, trials, hits in self._rows:
             survival, row = 1.0, []
-            for k, (tried, held) in enumerate(zip(trials_of, hits_of, strict=True)):
-                survival *= (held + SHRINK_TRIALS * pooled[k]) / (tried + SHRINK_TRIALS)
+            for tried, held, towards in zip(trials, hits, leaned, strict=False):
+                survival *= (held + towards) / (tried + lean)
                 row.append(survival)
             found.append(row)
         return found
@@ -148,7 +175,7 @@ class FlagStreams:
         self.evidence = [
             DepthFlags(ascending, window_flags, rates.get(depth, PRIOR_RATE)) for depth in self.depths
         ]
-        self._runs: dict[int, list[int]] = {}  # by sequence: matches since the last known beginning, by depth
+        self._runs: list[dict[int, int]] = [{} for _ in self.depths]  # matches since the last known beginning
         self.shifts = 0
 
     def observe(self, feedback: RoundFeedback) -> bool:
@@ -156,43 +183,48 @@ class FlagStreams:
         plan, matches = feedback.plan, feedback.matches
         drafted = plan.draft_steps and plan.depth in self.depths  # else by another policy, before this one
         present = self.depths.index(plan.depth) if drafted else None
-        counts: list[dict[int, list[int]]] = [{} for _ in self.depths]
-        for index, row in enumerate(feedback.rows):
-            runs = self._runs.setdefault(row.sequence_id, [0] * len(self.depths))
-            told = None if matches is None else matches[index]
-            for x in range(len(self.depths)):
-                own = x == present
-                if told is None and not own:
-                    runs[x] = 0
-                    continue
-                runs[x] = _walk(row_flags(row, told, x, own), runs[x], counts[x])
-        for evidence, counted in zip(self.evidence, counts, strict=True):
-            evidence.add(counted)
-        if not any(evidence.shifted() for evidence in self.evidence):
-            return False
-        self.shifts += 1
-        for evidence in self.evidence:
-            evidence.forget()
-        return True
+        told = None if matches is None else matches.tolist()
+        shifted = False
+        for x, (evidence, runs) in enumerate(zip(self.evidence, self._runs, strict=True)):
+            own = x == present
+            counts: dict[int, list[int]] = {}
+            if told is None and not own:  # nothing is known: the next flags begin anew
+                runs.clear()
+            elif told is None:
+                for row in feedback.rows:
+                    runs[row.sequence_id] = _walk_own(row, runs.get(row.sequence_id, 0), counts)
+            else:
+                for row, of_row in zip(feedback.rows, told, strict=True):
+                    flags = row_flags(row, of_row, x, own)
+                    runs[row.sequence_id] = _walk(flags, runs.get(row.sequence_id, 0), counts)
+            evidence.add(counts)
+            shifted = evidence.shifted() or shifted
+        if shifted:
+            self.shifts += 1
+            for evidence in self.evidence:
+                evidence.forget()
+        return shifted
 
     def keep(self, sequence_ids: Iterable[int]) -> None:
         """Forget all other sequences: they have left."""
-        self._runs = {one: self._runs[one] for one in sequence_ids if one in self._runs}
+        kept = set(sequence_ids)
+        self._runs = [{one: run for one, run in runs.items() if one in kept} for runs in self._runs]
 
     def __len__(self) -> int:
-        return len(self._runs)
+        """Sequences that something is remembered of."""
+        return len(set().union(*self._runs))
 
 
-def row_flags(row: RowFeedback, told: np.ndarray | None, x: int, own: bool) -> Flags:
+def row_flags(row: RowFeedback, told: Sequence[Sequence[bool]] | None, x: int, own: bool) -> Flags:
     """Flags of one depth for the tokens that a row committed.
 
-    `told` [width + 1, depths]: what a shadow round said of them. `own`: it is the depth that drafted, whose
+    `told` [width + 1][depths]: what a shadow round said of them. `own`: it is the depth that drafted, whose
     drafts say it themselves: 1 for each accepted one, 0 for the rejected one. A bonus has no draft.
     """
     known: list[int | None] = [None] * row.committed
     if told is not None:
         width = min(row.committed, len(told))
-        known[:width] = [int(flag) for flag in told[:width, x]]
+        known[:width] = [int(flags[x]) for flags in told[:width]]
     if own and row.verified:
         known[: row.accepted] = [1] * row.accepted
         if not row.censored and row.accepted < row.verified:
@@ -209,6 +241,25 @@ def _walk(flags: Flags, run: int, counts: dict[int, list[int]]) -> int:
         if flag is None:
             run = 0
             continue
-        counts.setdefault(run, [0, 0])[flag] += 1
+        if run not in counts:
+            counts[run] = [0, 0]
+        counts[run][flag] += 1
         run = run + 1 if flag else 0
     return run
+
+
+def _walk_own(row: RowFeedback, run: int, counts: dict[int, list[int]]) -> int:
+    """`_walk` over what the drafts say themselves (`row_flags`): in most rounds that is all there is."""
+    if not row.verified:
+        return 0 if row.committed else run
+    for reached in range(run, run + row.accepted):
+        if reached not in counts:
+            counts[reached] = [0, 0]
+        counts[reached][1] += 1
+    run += row.accepted
+    if not row.censored and row.accepted < row.verified:
+        if run not in counts:
+            counts[run] = [0, 0]
+        counts[run][0] += 1
+        run = 0
+    return run if row.committed == row.accepted else 0

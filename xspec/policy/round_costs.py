@@ -13,6 +13,9 @@ from xspec.policy.spec_config import Candidate
 
 PLAIN = Candidate(0)
 
+SAME_TOKENS = 32
+"""Prices of a batch are kept until its requests are that much longer on average: they cost time to add up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
@@ -23,6 +26,16 @@ class Prices:
     ratios: tuple[float | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What was priced last. `tokens`: KV lengths of all its requests together."""
+
+    candidates: Sequence[Candidate]
+    requests: int
+    tokens: int
+    prices: Prices
+
+
 class RoundCosts:
     """T_spec / T_native from measured costs; where those say nothing from a candidate's `off`, which means
     1 + K off; else from the idealized model of a looped target, 1 + K d / D; else not known."""
@@ -30,6 +43,7 @@ class RoundCosts:
     def __init__(self, costs: Costs | None, geometry: CandidateGeometry) -> None:
         self._costs = costs
         self._lanes = geometry.lanes
+        self._kept: _Kept | None = None
         self._ideal = None if geometry.loops is None else IdealCosts(geometry.loops)
         self.source = (
             "costs" if costs is not None else "config or idealized model" if self._ideal else "config"
@@ -38,11 +52,22 @@ class RoundCosts:
     def lanes(self, view: PolicyView) -> int:
         return self._lanes.fit(len(view.sequence_ids)).rows
 
-    def at(self, view: PolicyView) -> CostsAt | None:
-        return None if self._costs is None else self._costs.at(view.kv_bounds)
-
     def of(self, view: PolicyView, candidates: Sequence[Candidate]) -> Prices:
-        lanes, at = self.lanes(view), self.at(view)
+        """`candidates`: the same object where they are the same, so that what was priced can be kept."""
+        requests, tokens = len(view.sequence_ids), sum(view.kv_bounds)
+        kept = self._kept
+        if (
+            kept is None
+            or kept.candidates is not candidates
+            or kept.requests != requests
+            or abs(tokens - kept.tokens) > SAME_TOKENS * requests
+        ):
+            self._kept = kept = _Kept(candidates, requests, tokens, self._price(view, candidates))
+        return kept.prices
+
+    def _price(self, view: PolicyView, candidates: Sequence[Candidate]) -> Prices:
+        lanes = self.lanes(view)
+        at = None if self._costs is None else self._costs.at(view.kv_bounds)
         if at is None:
             nothing = (None,) * len(candidates)
             return Prices(None, nothing, tuple(self._unmeasured(one) for one in candidates))

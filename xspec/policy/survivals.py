@@ -1,16 +1,16 @@
 """What drafters' signals say of requests, and how far they may be believed.
 
 A survival s_j is the chance that the first j drafts of a request are all accepted, the running product of the
-signals of one round. Signals are proxies, so expected tokens use survivals corrected by what verification
-found. Knows nothing about costs or decisions.
+signals of one round, clipped to [0, 1]. Signals are proxies, so expected tokens use survivals corrected by
+what verification found. Knows nothing about costs or decisions. Plain lists: these are a few numbers a
+request, which arrays would take many times as long over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, zip_longest
+from operator import mul
 
 from xspec.core.round import RowFeedback
 from xspec.policy.acceptance import PRIOR_RATE, PRIOR_TRIALS
@@ -26,14 +26,8 @@ STALE_BATCHES = 64
 FORGET_BATCHES = 512
 """A sequence without feedback for so many decode batches is gone, or begins anew."""
 
-Floats = NDArray[np.float64]
-Places = NDArray[np.int64]
-
-
-def survivals(signals: NDArray[np.float32]) -> Floats:
-    """Running products along the last axis of signals clipped to [0, 1]; what is not a number counts 0."""
-    clipped = np.fmax(np.fmin(signals.astype(np.float64), 1.0), 0.0)
-    return np.asarray(np.cumprod(np.where(np.isnan(signals), 0.0, clipped), axis=-1), dtype=np.float64)
+Survivals = Sequence[float]
+"""s_1 .. s_K of one request."""
 
 
 class Correction:
@@ -44,34 +38,57 @@ class Correction:
     """
 
     def __init__(self, width: int) -> None:
-        self._positions = np.arange(1, width + 1)
-        self._rows = np.zeros(width)
-        self._accepted = np.zeros(width)
-        self._predicted = np.zeros(width)
-        self.factors: Floats = np.ones(width)
+        self._rows = [0.0] * width
+        self._accepted = [0.0] * width
+        self._predicted = [0.0] * width
+        self.factors = [1.0] * width
 
-    def observe(self, rows: Sequence[RowFeedback], predicted: Floats) -> tuple[Floats, Floats]:
-        """`predicted` [rows, K]: survivals of the very drafts that were verified.
+    def observe(self, rows: Sequence[RowFeedback], drafted: Sequence[RequestSignals]) -> None:
+        """`drafted`: of each row the signals of the very drafts that were verified; each is settled with."""
+        factors, width = self.factors, len(self.factors)
+        asked, kept = [0] * (width + 1), [0] * (width + 1)
+        decided = []
+        for row, signals in zip(rows, drafted, strict=True):
+            # Where the answer ended at the target's own token, the drafts behind it had been decided too.
+            accepted = row.accepted
+            told = signals.latest[: accepted if row.censored else row.admitted]
+            decided.append(told)
+            count = len(told)
+            if accepted > count:
+                accepted = count
+            asked[count] += 1
+            kept[accepted] += 1
+            least, promised = 1.0, 0.0
+            for survival in map(mul, told, factors):
+                if survival < least:
+                    least = survival
+                promised += least
+            signals.settle(accepted, promised)
+        self._add(asked, kept, map(sum, zip_longest([0.0] * width, *decided, fillvalue=0.0)))
 
-        -> accepted drafts of each row, and how many its corrected signals had promised. [rows] each
-        """
-        accepted = np.array([row.accepted for row in rows])
-        # Where the answer ended at the target's own token, the drafts behind it had been decided too.
-        decided = np.array([row.accepted if row.censored else row.admitted for row in rows])
-        asked = decided[:, None] >= self._positions
-        self._rows += asked.sum(axis=0)
-        self._accepted += (asked & (accepted[:, None] >= self._positions)).sum(axis=0)
-        self._predicted += np.where(asked, predicted, 0.0).sum(axis=0)
-        kept = CORRECTION_MAX_ROWS / np.maximum(self._rows, CORRECTION_MAX_ROWS)
-        for sums in (self._rows, self._accepted, self._predicted):
-            sums *= kept
-        promised = np.where(asked, self.apply(predicted), 0.0).sum(axis=1)
-        self.factors = (self._accepted + CORRECTION_WEIGHT) / (self._predicted + CORRECTION_WEIGHT)
-        return np.minimum(accepted, decided).astype(np.float64), promised
+    def apply(self, raw: Survivals, own_factor: float = 1.0) -> list[float]:
+        """Corrected survivals, in the end times `own_factor`: at most 1, never above the position before."""
+        least, corrected = 1.0, []
+        for survival in map(mul, raw, self.factors):
+            if survival < least:
+                least = survival
+            corrected.append(least * own_factor)
+        if corrected[0] > 1.0:  # none is above the first
+            corrected = [min(survival, 1.0) for survival in corrected]
+        return corrected
 
-    def apply(self, raw: Floats) -> Floats:
-        """Corrected survivals: at most 1, and never above the position before. [..., K]"""
-        return np.minimum.accumulate(np.minimum(raw * self.factors, 1.0), axis=-1)
+    def _add(self, asked: list[int], kept: list[int], predicted: Iterable[float]) -> None:
+        """`asked[n]`: rows of which n drafts were decided, `kept[n]`: of which n were accepted."""
+        asked_here, kept_here = sum(asked), sum(kept)
+        for j, said in enumerate(predicted):
+            asked_here -= asked[j]
+            kept_here -= kept[j]
+            rows = self._rows[j] + asked_here
+            scale = CORRECTION_MAX_ROWS / max(rows, CORRECTION_MAX_ROWS)
+            self._rows[j] = rows * scale
+            self._accepted[j] = held = (self._accepted[j] + kept_here) * scale
+            self._predicted[j] = promised = (self._predicted[j] + said) * scale
+            self.factors[j] = (held + CORRECTION_WEIGHT) / (promised + CORRECTION_WEIGHT)
 
 
 class Profile:
@@ -81,109 +98,96 @@ class Profile:
     """
 
     def __init__(self, width: int) -> None:
-        self._sum = PRIOR_TRIALS * np.cumprod(np.full(width, PRIOR_RATE))
+        self.mean = list(accumulate([PRIOR_RATE] * width, mul))
+        self._sums = [PRIOR_TRIALS * each for each in self.mean]
         self._rows = PRIOR_TRIALS
 
-    def observe(self, raw: Floats) -> None:
-        self._sum += raw.sum(axis=0)
-        self._rows += len(raw)
-        if self._rows > PROFILE_MAX_ROWS:
-            self._sum *= PROFILE_MAX_ROWS / self._rows
-            self._rows = PROFILE_MAX_ROWS
+    def observe(self, raw: Sequence[Survivals]) -> None:
+        rows = self._rows + len(raw)
+        self._rows = min(rows, PROFILE_MAX_ROWS)
+        scale = self._rows / rows
+        for j, column in enumerate(zip(*raw, strict=True)):
+            self._sums[j] = held = (self._sums[j] + sum(column)) * scale
+            self.mean[j] = held / self._rows
 
-    @property
-    def mean(self) -> Floats:
-        return np.asarray(self._sum / self._rows)
+
+class RequestSignals:
+    """Survivals of one sequence, the latest and a mean over its last 8 or so rounds.
+
+    `own_factor`: what became of its drafts, (accepted + 4) / (promised + 4) over the last 16 or so promised.
+    """
+
+    __slots__ = ("_accepted", "_promised", "alive", "batch", "latest", "mean", "own_factor", "rounds")
+
+    def __init__(self, width: int) -> None:
+        self.latest: list[float] = []
+        self.mean = [0.0] * width
+        self.rounds = 0.0
+        self.batch = 0  # decode batch of the latest
+        self.alive = 0  # decode batch of the last feedback
+        self.own_factor = 1.0
+        self._accepted = 0.0
+        self._promised = 0.0
+
+    def observe(self, signals: Sequence[float], batch: int) -> None:
+        """Fresh signals, of decode batch number `batch`, as they are: what is not a number counts 0."""
+        if self.rounds < OWN_MAX_ROUNDS:
+            self.rounds += 1.0
+        rounds, mean = self.rounds, self.mean
+        product, latest = 1.0, []
+        for j, signal in enumerate(signals):
+            if 0.0 <= signal <= 1.0:
+                product *= signal
+            elif not signal > 1.0:
+                product = 0.0
+            latest.append(product)
+            before = mean[j]
+            mean[j] = before + (product - before) / rounds
+        self.latest = latest
+        self.batch = self.alive = batch
+
+    def settle(self, accepted: float, promised: float) -> None:
+        """Drafts accepted of those just observed, and how many their signals had promised."""
+        accepted += self._accepted
+        promised += self._promised
+        if promised > OWN_CORRECTION_MAX:
+            kept = OWN_CORRECTION_MAX / promised
+            accepted *= kept
+            promised *= kept
+        self._accepted, self._promised = accepted, promised
+        self.own_factor = (accepted + OWN_CORRECTION_WEIGHT) / (promised + OWN_CORRECTION_WEIGHT)
+
+    def typical(self, profile: Survivals) -> list[float]:
+        """The mean shrunk to the profile, which counts as 8 rounds."""
+        own = self.rounds
+        held = own + PROFILE_WEIGHT_ROUNDS
+        return [(own * mean + PROFILE_WEIGHT_ROUNDS * profile[j]) / held for j, mean in enumerate(self.mean)]
 
 
 class SignalMemory:
-    """Survivals by sequence: the latest, and a mean over its last 8 or so rounds.
+    """Signals by sequence, of those that had feedback in the last 512 decode batches or so.
 
-    Sequences live in places of arrays; place 0 stands for those nothing is known of.
+    `get`: what is known of a sequence, None: nothing.
     """
 
     def __init__(self, width: int) -> None:
-        self._place: dict[int, int] = {}
-        self._free: list[int] = []
-        self._latest = np.ones((1, width))
-        self._mean = np.zeros((1, width))
-        self._rounds = np.zeros(1)
-        self._batch = np.zeros(1, dtype=np.int64)  # of the latest
-        self._alive = np.zeros(1, dtype=np.int64)  # batch of the last feedback
-        self._accepted = np.zeros(1)
-        self._promised = np.zeros(1)
+        self._width = width
+        self._known: dict[int, RequestSignals] = {}
+        self.get = self._known.get
         self._swept = 0
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._known)
 
-    def observe(self, sequence_ids: Sequence[int], raw: Floats, batch: int) -> None:
-        """Fresh survivals [sequences, K] of decode batch number `batch`."""
-        places = np.array([self._place_of(sequence_id) for sequence_id in sequence_ids], dtype=np.int64)
-        rounds = np.minimum(self._rounds[places] + 1.0, OWN_MAX_ROUNDS)
-        self._latest[places], self._rounds[places] = raw, rounds
-        self._mean[places] += (raw - self._mean[places]) / rounds[:, None]
-        self._batch[places] = self._alive[places] = batch
+    def begin(self, sequence_id: int) -> RequestSignals:
+        """A sequence that nothing is known of."""
+        known = self._known[sequence_id] = RequestSignals(self._width)
+        return known
 
-    def settle(self, sequence_ids: Sequence[int], accepted: Floats, promised: Floats) -> None:
-        """Drafts accepted of sequences just observed, and how many their signals had promised. [sequences]"""
-        places = self.places(sequence_ids)
-        accepted, promised = self._accepted[places] + accepted, self._promised[places] + promised
-        kept = OWN_CORRECTION_MAX / np.maximum(promised, OWN_CORRECTION_MAX)
-        self._accepted[places], self._promised[places] = accepted * kept, promised * kept
-
-    def own_factors(self, places: Places) -> Floats:
-        """(accepted + 4) / (promised + 4) over the last 16 or so promised drafts; 1: nothing known."""
-        return np.asarray(
-            (self._accepted[places] + OWN_CORRECTION_WEIGHT)
-            / (self._promised[places] + OWN_CORRECTION_WEIGHT)
-        )
-
-    def touch(self, sequence_ids: Sequence[int], batch: int) -> None:
-        """They took part in decode batch `batch`. Now and then forgets those that have not for long."""
-        self._alive[self.places(sequence_ids)] = batch
+    def sweep(self, batch: int) -> None:
+        """Now and then forgets those that took no part for long, after decode batch `batch`."""
         if batch - self._swept >= FORGET_BATCHES:
             self._swept = batch
-            for sequence_id, place in list(self._place.items()):
-                if batch - self._alive[place] >= FORGET_BATCHES:
-                    self._free.append(self._place.pop(sequence_id))
-
-    def places(self, sequence_ids: Sequence[int]) -> Places:
-        """Where they live, 0 for sequences nothing is known of."""
-        return np.array([self._place.get(sequence_id, 0) for sequence_id in sequence_ids], dtype=np.int64)
-
-    def latest(self, places: Places) -> Floats:
-        """Latest survivals, ones where nothing is known. [places, K]"""
-        return self._latest[places]
-
-    def stale(self, places: Places, batch: int) -> NDArray[np.bool_]:
-        """Whose latest signals are more than 64 decode batches old."""
-        return np.asarray(batch - self._batch[places] > STALE_BATCHES)
-
-    def typical(self, places: Places, profile: Floats) -> Floats:
-        """Means of the sequences shrunk to the profile, which counts as 8 rounds. [places, K]"""
-        own = self._rounds[places, None]
-        return np.asarray(
-            (own * self._mean[places] + PROFILE_WEIGHT_ROUNDS * profile) / (own + PROFILE_WEIGHT_ROUNDS)
-        )
-
-    def _place_of(self, sequence_id: int) -> int:
-        place = self._place.get(sequence_id)
-        if place is None:
-            if not self._free:
-                self._grow()
-            place = self._place[sequence_id] = self._free.pop()
-            self._mean[place], self._rounds[place] = 0.0, 0.0
-            self._accepted[place], self._promised[place] = 0.0, 0.0
-        return place
-
-    def _grow(self) -> None:
-        size = len(self._latest)
-        self._latest = np.pad(self._latest, ((0, size), (0, 0)))
-        self._mean = np.pad(self._mean, ((0, size), (0, 0)))
-        self._rounds = np.pad(self._rounds, (0, size))
-        self._accepted = np.pad(self._accepted, (0, size))
-        self._promised = np.pad(self._promised, (0, size))
-        self._batch = np.pad(self._batch, (0, size))
-        self._alive = np.pad(self._alive, (0, size))
-        self._free = list(range(2 * size - 1, size - 1, -1))
+            for sequence_id, known in list(self._known.items()):
+                if batch - known.alive >= FORGET_BATCHES:
+                    del self._known[sequence_id]

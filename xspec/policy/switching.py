@@ -7,10 +7,9 @@ time of retired rounds, never a clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from math import isnan
 
 FIRST_DWELL_MS = 1_000.0
 MAX_DWELL_MS = 16_000.0
@@ -45,9 +44,12 @@ class Held:
     probe_id: int = -1  # plan id of the last one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Moment:
-    """The coming round as the rules see it. `seen_rows`: least and most rows of late, None: nothing seen."""
+    """The coming round as the rules see it.
+
+    `seen_rows`: least and most rows of late; None: nothing seen, or as many rows as held.
+    """
 
     plan_id: int
     rows: int
@@ -90,6 +92,8 @@ def meet_load(held: Held, now: Moment) -> Held:
     1.5 times more or less than that and than all loads seen of late, so that a load which swings between two
     near levels is one load. 3 times more or less starts the dwell anew.
     """
+    if now.rows == held.rows and held.strange_rounds == 0:
+        return held  # nearly always
     ratio = _ratio(now.rows, held.rows)
     least, most = now.seen_rows or (held.rows, held.rows)
     beyond = now.rows >= LOAD_FACTOR * most or now.rows * LOAD_FACTOR <= least
@@ -113,13 +117,18 @@ def scoring_due(held: Held, now: Moment, update_interval: int) -> bool:
     """Every `update_interval` decode batches; at once where the request bucket jumped or the load is new."""
     return (
         now.batches - held.scored_batches >= update_interval
-        or _ratio(now.lanes, held.scored_lanes) >= BUCKET_FACTOR
         or held.load_id == now.plan_id
+        or (now.lanes != held.scored_lanes and _ratio(now.lanes, held.scored_lanes) >= BUCKET_FACTOR)
     )
 
 
+def best_choice(scores: Sequence[float]) -> int:
+    """The first of the best. NaN: no choice; ValueError if there is none at all."""
+    return max((i for i, score in enumerate(scores) if not isnan(score)), key=scores.__getitem__)
+
+
 def choose(
-    held: Held, now: Moment, scores: NDArray[np.float64], switch_min_gain: float
+    held: Held, now: Moment, scores: Sequence[float], switch_min_gain: float
 ) -> tuple[Held, str | None]:
     """What to hold from now on, and why it changed ("gain", "load", "uncovered"; None: it did not).
 
@@ -127,8 +136,8 @@ def choose(
     goes at once; else the best must gain strictly more than `switch_min_gain` and the dwell must be over.
     """
     scored = replace(held, scored_batches=now.batches, scored_lanes=now.lanes)
-    best = int(np.nanargmax(scores))
-    covered = not np.isnan(scores[held.choice])
+    best = best_choice(scores)
+    covered = not isnan(scores[held.choice])
     # The slack keeps rounding from turning a gain of exactly the minimum into more.
     gains = covered and scores[best] > scores[held.choice] * (1.0 + switch_min_gain) * (1.0 + 1e-9)
     if covered and not (gains and _may_switch(held, now.elapsed_ms)):

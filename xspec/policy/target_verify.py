@@ -6,11 +6,12 @@ device which requests get the rows. docs/adaptive.md explains the rules and all 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isnan, nan
+from operator import truediv
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.cost.model import Costs, CostsAt
@@ -18,40 +19,41 @@ from xspec.policy.base import PolicyView
 from xspec.policy.budget import Tier, best_tier
 from xspec.policy.geometry import PolicyGeometry, draft_limits
 from xspec.policy.ledger import Ledger, Planned
-from xspec.policy.survivals import Correction, Places, Profile, SignalMemory, survivals
-from xspec.policy.switching import Held, Turns, choose, meet_load, scoring_due, start
+from xspec.policy.survivals import STALE_BATCHES, Correction, Profile, RequestSignals, SignalMemory
+from xspec.policy.switching import Held, Turns, best_choice, choose, meet_load, scoring_due, start
 
 PLAIN, SPECULATIVE = 0, 1
 UPDATE_INTERVAL = 5
 """Completed decode batches between two looks at plain against speculative rounds."""
 
-Floats = NDArray[np.float64]
+Promised = list[list[float]]
+"""Of each request the corrected survivals of the drafts that can matter to it."""
 
 
-@dataclass(frozen=True, slots=True)
+# What is made anew every round is not frozen: that doubles what it takes to make.
+@dataclass(slots=True)
 class Duel:
-    """A batch as a plain and as a speculative round. NaN where a kind of round is no choice."""
+    """A batch as a plain and as a speculative round. NaN where a kind of round is no choice.
+
+    `fought`: both are.
+    """
 
     tokens: tuple[float, float]
     ms: tuple[float, float]
+    fought: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The decode rows of the coming round: where their signals live, and which drafts can count [rows, K]."""
-
-    rows: int
-    lanes: int
-    places: Places
-    matters: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Menu:
-    """What the coming round may cost: (target rows, ms) with K drafts; and plain, if that is a choice."""
+    """What a round of `lanes` may cost: with K drafts at each of `target_rows`, ascending, and plain.
 
-    tiers: list[tuple[int, float]]
-    plain_ms: float | None
+    Without what was not measured; `plain_ms` is NaN where a plain round is no choice.
+    """
+
+    lanes: int
+    target_rows: list[int]
+    tiers_ms: list[float]
+    plain_ms: float
 
 
 class TargetVerifyPolicy:
@@ -71,50 +73,59 @@ class TargetVerifyPolicy:
         self._width = geometry.draft_width
         self._switch_min_gain = switch_min_gain
         self._allow_plain_rounds = allow_plain_rounds
-        self._positions = np.arange(1, self._width + 1)
         self._signals = SignalMemory(self._width)
         self._correction = Correction(self._width)
         self._profile = Profile(self._width)
         self._ledger: Ledger[Duel] = Ledger()
         self._turns = Turns()
+        self._menu_of: tuple[CostsAt | None, int] = (None, 0)
+        self._menu = Menu(0, [], [], nan)
         self._last: SpeculationPlan | None = None
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
         held = self._turns.begin(view.plan_id)
-        self._ledger.plan(view.plan_id, None)
-        self._last = self._decide(view, held) if view.sequence_ids else self._plan(view, "prefill_only")
+        if view.sequence_ids:
+            self._last = self._decide(view, held)
+        else:
+            self._ledger.plan(view.plan_id, None)
+            self._last = self._plan(view, "prefill_only")
         return self._last
 
     def observe(self, feedback: RoundFeedback) -> None:
         if not self._ledger.retire(feedback):
             return
         batch = self._ledger.batches
-        drafted = [index for index, row in enumerate(feedback.rows) if row.proposed]
-        if feedback.signals is None or not drafted:
-            self._signals.touch([row.sequence_id for row in feedback.rows], batch)
-            return
-        rows = [feedback.rows[index] for index in drafted]
-        sequence_ids = [row.sequence_id for row in rows]
-        raw = survivals(feedback.signals[drafted, : self._width])
-        self._signals.observe(sequence_ids, raw, batch)
-        self._signals.touch([row.sequence_id for row in feedback.rows if not row.proposed], batch)
-        self._signals.settle(sequence_ids, *self._correction.observe(rows, raw))
-        self._profile.observe(raw)
+        told = None if feedback.signals is None else feedback.signals.tolist()
+        rows, drafted = [], []
+        for index, row in enumerate(feedback.rows):
+            signals = self._signals.get(row.sequence_id)
+            if told is not None and row.proposed:
+                if signals is None:
+                    signals = self._signals.begin(row.sequence_id)
+                signals.observe(told[index][: self._width], batch)
+                rows.append(row)
+                drafted.append(signals)
+            elif signals is not None:
+                signals.alive = batch
+        self._signals.sweep(batch)
+        if rows:
+            self._correction.observe(rows, drafted)
+            self._profile.observe([signals.latest for signals in drafted])
 
     def status(self) -> dict[str, Any]:
         held, last = self._turns.held, self._last
         survival = self._correction.apply(self._profile.mean)
-        before = np.concatenate(([1.0], survival[:-1]))
-        rates = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0.0)
+        before = [1.0, *survival[:-1]]
+        rates = [here / there if there else 0.0 for here, there in zip(survival, before, strict=True)]
         return {
             "control": self.name,
             "mode": None if held is None else ("plain", "speculative")[held.choice],
             "target_rows": None if last is None else last.target_rows,
             "predicted_ms": None if last is None else last.predicted_ms,
             "reason": None if last is None else last.reason,
-            "survival": survival.tolist(),
-            "conditional_rates": rates.tolist(),
-            "signal_correction": self._correction.factors.tolist(),
+            "survival": survival,
+            "conditional_rates": rates,
+            "signal_correction": list(self._correction.factors),
             "sequences_known": len(self._signals),
             "dwell_ms": 0.0 if held is None else held.dwell_ms,
             **self._ledger.counts(),
@@ -123,52 +134,60 @@ class TargetVerifyPolicy:
     # -- one round ----------------------------------------------------------------------------
 
     def _decide(self, view: PolicyView, held: Held | None) -> SpeculationPlan:
-        batch = self._batch(view)
+        rows = len(view.sequence_ids)
         at = self._costs.at(view.kv_bounds)
-        if not batch.matters.any():  # the round is plain whatever is planned
-            return self._unscored(view, batch, 0, "nothing_to_draft", at)
-        if at is None:
-            return self._unscored(view, batch, self._geometry.uncovered_steps, "uncovered_kv", at)
-        menu = self._menu(at, batch.lanes)
-        if not menu.tiers and menu.plain_ms is None:
-            return self._unscored(view, batch, self._geometry.uncovered_steps, "uncovered_bucket", at)
-        promised = self._promised(batch, held)
-        best = best_tier(promised, menu.tiers) if menu.tiers else None
-        duel = _duel(batch.rows, menu, best)
-        held, reason, cause = self._hold(view, held, batch, duel)
-        self._turns.held = held
-        if held.choice == SPECULATIVE:
-            self._ledger.plan(view.plan_id, Planned(rows=batch.rows, load=duel, cause=cause))
-            budgeted = self._budgeted(batch, promised)
-            tier = best if budgeted is None else best_tier(budgeted, menu.tiers)
-            assert tier is not None  # speculative rounds have a cost, or they would not be held
-            return self._verify(view, batch, tier, "tier" if reason == "hold" else reason)
-        probe = self._probe(held, promised, menu) if reason == "hold" else None
-        if probe is not None:
-            self._turns.held = replace(held, probes=held.probes + 1, probe_id=view.plan_id)
-        plain_ms = duel.ms[PLAIN]
-        planned = Planned(
-            rows=batch.rows,
-            load=duel,
-            probe_ms=0.0 if probe is None else max(0.0, probe.ms - plain_ms),
-            probe_cap_ms=max((ms - plain_ms for _, ms in menu.tiers), default=0.0),
-            cause=cause,
+        menu = self._menu_at(at, rows)
+        limits = draft_limits(view, self._width)
+        if not any(limits):  # the round is plain whatever is planned
+            return self._unscored(view, menu, at, "nothing_to_draft", 0)
+        if at is None or (not menu.target_rows and isnan(menu.plain_ms)):
+            reason = "uncovered_kv" if at is None else "uncovered_bucket"
+            return self._unscored(view, menu, at, reason, self._geometry.uncovered_steps)
+        known = list(map(self._signals.get, view.sequence_ids))
+        promised = self._promised(known, limits, held)
+        best = best_tier(promised, menu.target_rows, menu.tiers_ms) if menu.target_rows else None
+        duel = Duel(
+            tokens=(float(rows), nan if best is None else best.tokens),
+            ms=(menu.plain_ms, nan if best is None else best.ms),
+            fought=best is not None and not isnan(menu.plain_ms),
         )
+        held, reason, cause = self._hold(view.plan_id, held, rows, menu.lanes, duel)
+        if held.choice == SPECULATIVE:
+            reason = "tier" if reason == "hold" else reason
+            planned = Planned(rows=rows, load=duel, cause=cause)
+            if None in known:
+                promised = _budgeted(known, promised)
+                best = best_tier(promised, menu.target_rows, menu.tiers_ms)
+            assert best is not None  # speculative rounds have a cost, or they would not be held
+        else:
+            best = self._probe(held, promised, menu) if reason == "hold" else None
+            if best is not None:
+                held, reason = replace(held, probes=held.probes + 1, probe_id=view.plan_id), "probe"
+            planned = Planned(
+                rows=rows,
+                load=duel,
+                probe_ms=0.0 if best is None else max(0.0, best.ms - menu.plain_ms),
+                probe_cap_ms=max(menu.tiers_ms) - menu.plain_ms if menu.tiers_ms else 0.0,
+                cause=cause,
+            )
+        self._turns.held = held
         self._ledger.plan(view.plan_id, planned)
-        if probe is not None:
-            return self._verify(view, batch, probe, "probe")
-        return self._plan(view, reason, ms=plain_ms)
+        if best is None:
+            return self._plan(view, reason, ms=menu.plain_ms)
+        full = best.target_rows == menu.lanes * (self._width + 1)
+        target_rows = None if full else best.target_rows
+        return self._plan(view, reason, steps=self._width, target_rows=target_rows, ms=best.ms)
 
     def _hold(
-        self, view: PolicyView, held: Held | None, batch: Batch, duel: Duel
+        self, plan_id: int, held: Held | None, rows: int, lanes: int, duel: Duel
     ) -> tuple[Held, str, str | None]:
         """Plain or speculative rounds from now on, the reason of the plan and, if that changed, the cause."""
-        now = self._ledger.moment(view.plan_id, batch.rows, batch.lanes, held)
+        now = self._ledger.moment(plan_id, rows, lanes, held)
         if held is None:
             scores = self._scores(now.plan_id, duel)
-            return start(int(np.nanargmax(scores)), now), "initial", None
+            return start(best_choice(scores), now), "initial", None
         held = meet_load(held, now)
-        covered = not np.isnan(duel.ms[held.choice])
+        covered = not isnan(duel.ms[held.choice])
         if covered and not scoring_due(held, now, UPDATE_INTERVAL):
             return held, "hold", None
         # The minimum gain is against noise at a load; a new load is met by the better kind of round.
@@ -176,84 +195,79 @@ class TargetVerifyPolicy:
         held, cause = choose(held, now, self._scores(held.load_id, duel), min_gain)
         return held, "hold" if cause is None else "switch", cause
 
-    def _scores(self, since_id: int, duel: Duel) -> Floats:
+    def _scores(self, since_id: int, duel: Duel) -> list[float]:
         """Tokens per ms of plain and speculative rounds, over this batch and the recent ones of its load."""
-        if np.isnan(duel.ms).any():
-            return np.asarray(np.array(duel.tokens) / np.array(duel.ms), dtype=np.float64)
-        duels = [duel, *(one for one in self._ledger.recent(since_id) if not np.isnan(one.ms).any())]
-        tokens = np.sum([one.tokens for one in duels], axis=0)
-        return np.asarray(tokens / np.sum([one.ms for one in duels], axis=0))
+        duels = [duel]
+        if duel.fought:
+            duels += [one for one in self._ledger.recent(since_id) if one.fought]
+        tokens = map(sum, zip(*[one.tokens for one in duels], strict=True))
+        ms = map(sum, zip(*[one.ms for one in duels], strict=True))
+        return list(map(truediv, tokens, ms))
 
-    def _probe(self, held: Held, promised: Floats, menu: Menu) -> Tier | None:
+    def _probe(self, held: Held, promised: Promised, menu: Menu) -> Tier | None:
         """The budget to look with in a plain spell, if a probe is due and the allowance pays it.
 
         The best one that verifies some draft. One at a time: the next waits until this one retired.
         """
         if held.probe_id > self._ledger.retired_id:
             return None
-        telling = [(rows, ms) for rows, ms in menu.tiers if rows > len(promised)]
-        if not telling or menu.plain_ms is None:
+        first = bisect_right(menu.target_rows, len(promised))  # before it: the anchor rows alone
+        if first == len(menu.target_rows):
             return None
-        tier = best_tier(promised, telling)
+        tier = best_tier(promised, menu.target_rows[first:], menu.tiers_ms[first:])
         return tier if tier.ms - menu.plain_ms <= self._ledger.allowance_ms else None
 
     # -- what drafts promise ------------------------------------------------------------------
 
-    def _promised(self, batch: Batch, held: Held | None) -> Floats:
-        """Corrected survivals by which plain and speculative rounds are compared; 0 where nothing can count.
+    def _promised(
+        self, known: Sequence[RequestSignals | None], limits: Sequence[int], held: Held | None
+    ) -> Promised:
+        """Corrected survivals by which plain and speculative rounds are compared.
 
         The latest signals where they are fresh. In a plain spell, and for requests without fresh ones, what
         the request showed on average, shrunk to the mean profile: one lucky probe must not decide.
         """
-        if held is None or held.choice == PLAIN:
-            raw = self._signals.typical(batch.places, self._profile.mean)
-        else:
-            raw = self._signals.latest(batch.places)
-            vague = (batch.places == 0) | self._signals.stale(batch.places, self._ledger.batches)
-            if vague.any():
-                raw[vague] = self._signals.typical(batch.places[vague], self._profile.mean)
-        corrected = self._correction.apply(raw) * self._signals.own_factors(batch.places)[:, None]
-        return np.where(batch.matters, np.minimum(corrected, 1.0), 0.0)
+        apply, profile = self._correction.apply, self._profile.mean
+        spell = held is None or held.choice == PLAIN
+        fresh_from = self._ledger.batches + 1 if spell else self._ledger.batches - STALE_BATCHES
+        promised = []
+        for one, limit in zip(known, limits, strict=True):
+            if one is None:
+                promise = apply(profile)
+            elif one.batch >= fresh_from:
+                promise = apply(one.latest, one.own_factor)
+            else:
+                promise = apply(one.typical(profile), one.own_factor)
+            promised.append(promise if limit == self._width else promise[:limit])
+        return promised
 
-    def _budgeted(self, batch: Batch, promised: Floats) -> Floats | None:
-        """The same for the choice of a budget: a request without feedback counts as surely accepted.
+    def _menu_at(self, at: CostsAt | None, rows: int) -> Menu:
+        """Most often that of the round before: the same costs, the same number of requests."""
+        if self._menu_of != (at, rows):
+            self._menu_of, self._menu = (at, rows), self._new_menu(at, rows)
+        return self._menu
 
-        None: there is no such request.
-        """
-        unknown = batch.places == 0
-        return np.where(unknown[:, None] & batch.matters, 1.0, promised) if unknown.any() else None
-
-    def _batch(self, view: PolicyView) -> Batch:
-        limits = draft_limits(view, self._width)
-        rows = len(view.sequence_ids)
-        return Batch(
-            rows=rows,
-            lanes=self._geometry.lanes.fit(rows).rows,
-            places=self._signals.places(view.sequence_ids),
-            matters=limits[:, None] >= self._positions,
+    def _new_menu(self, at: CostsAt | None, rows: int) -> Menu:
+        lanes, width = self._geometry.lanes.fit(rows).rows, self._width
+        if at is None:
+            return Menu(lanes, [], [], nan)
+        costs = [(size, at.round_ms(width, lanes, size)) for size in self._geometry.tiers.of(lanes, width)]
+        plain_ms = at.round_ms(0, lanes, lanes) if self._allow_plain_rounds else None
+        return Menu(
+            lanes,
+            target_rows=[size for size, ms in costs if ms is not None],
+            tiers_ms=[ms for _, ms in costs if ms is not None],
+            plain_ms=nan if plain_ms is None else plain_ms,
         )
-
-    def _menu(self, at: CostsAt, lanes: int) -> Menu:
-        tiers = []
-        for target_rows in self._geometry.tiers.of(lanes, self._width):
-            ms = at.round_ms(self._width, lanes, target_rows)
-            if ms is not None:
-                tiers.append((target_rows, ms))
-        return Menu(tiers, at.round_ms(0, lanes, lanes) if self._allow_plain_rounds else None)
 
     # -- plans --------------------------------------------------------------------------------
 
     def _unscored(
-        self, view: PolicyView, batch: Batch, steps: int, reason: str, at: CostsAt | None
+        self, view: PolicyView, menu: Menu, at: CostsAt | None, reason: str, steps: int
     ) -> SpeculationPlan:
-        self._ledger.plan(view.plan_id, Planned(rows=batch.rows))
-        ms = None if at is None else at.round_ms(steps, batch.lanes, batch.lanes * (steps + 1))
+        self._ledger.plan(view.plan_id, Planned(rows=len(view.sequence_ids)))
+        ms = None if at is None else at.round_ms(steps, menu.lanes, menu.lanes * (steps + 1))
         return self._plan(view, reason, steps=steps, ms=ms)
-
-    def _verify(self, view: PolicyView, batch: Batch, tier: Tier, reason: str) -> SpeculationPlan:
-        full = tier.target_rows == batch.lanes * (self._width + 1)
-        rows = None if full else tier.target_rows
-        return self._plan(view, reason, steps=self._width, target_rows=rows, ms=tier.ms)
 
     def _plan(
         self,
@@ -274,8 +288,8 @@ class TargetVerifyPolicy:
         )
 
 
-def _duel(rows: int, menu: Menu, best: Tier | None) -> Duel:
-    """A plain round against the best tier."""
-    nan = float("nan")
-    tokens, ms = (nan, nan) if best is None else (best.tokens, best.ms)
-    return Duel(tokens=(float(rows), tokens), ms=(nan if menu.plain_ms is None else menu.plain_ms, ms))
+def _budgeted(known: Sequence[RequestSignals | None], promised: Promised) -> Promised:
+    """What counts for the choice of a budget: a request without feedback is surely accepted."""
+    return [
+        [1.0] * len(promise) if one is None else promise for one, promise in zip(known, promised, strict=True)
+    ]

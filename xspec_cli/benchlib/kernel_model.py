@@ -15,7 +15,15 @@ import torch
 from xspec.config import Config
 from xspec.errors import ConfigError
 from xspec.exec.assemble import check_abilities
-from xspec.kernels.base import AttentionShape, FusedLayers, Kernels, LayerWeights, NormWeights, PackedLinear
+from xspec.kernels.base import (
+    AttentionShape,
+    FusedLayers,
+    Kernels,
+    LayerWeights,
+    NormWeights,
+    PackedLinear,
+    Rotary,
+)
 from xspec.kernels.quantised import Blocks
 from xspec.models.base import Target
 from xspec.models.loader import load_target
@@ -48,7 +56,7 @@ class Recorder:
         self.packed: dict[int, Packed] = {}  # by id of the linear, in the order of packing
         self.layers: tuple[LayerWeights, ...] = ()
         self.shape: AttentionShape | None = None
-        self.frequencies = torch.empty(0)
+        self.rotary: Rotary | None = None
         self.norm: NormWeights | None = None
         self.fused = False
 
@@ -75,12 +83,12 @@ class Recorder:
         self,
         layers: Sequence[LayerWeights],
         shape: AttentionShape,
-        frequencies: torch.Tensor,
-        norm: NormWeights,
+        rotary: Rotary,
+        norm: NormWeights | None,
     ) -> FusedLayers | None:
-        fused = self._inner.fuse(layers, shape, frequencies, norm)
+        fused = self._inner.fuse(layers, shape, rotary, norm)
         self.layers, self.shape, self.norm = tuple(layers), shape, norm
-        self.frequencies, self.fused = frequencies, fused is not None
+        self.rotary, self.fused = rotary, fused is not None
         return fused
 
     def _note(self, linear: PackedLinear, shape: torch.Size, size: int, *, gated: bool) -> PackedLinear:
@@ -152,8 +160,14 @@ def load_kernel_model(
         quantization=config.model.quantization,
         progress=partial(progress, "loading"),
     )
-    shape, norm = recorder.shape, recorder.norm
+    if target.spec.loops > 1 or target.spec.outer_layers:
+        raise ConfigError(
+            f"--model={config.model.model} is a looped target ({target.spec.model_type}), whose layers run "
+            "several times over; --kernels takes targets whose layers run once"
+        )
+    shape, norm, rotary = recorder.shape, recorder.norm, recorder.rotary
     assert shape is not None and norm is not None  # every target fuses its layers, or asks to
+    assert isinstance(rotary, torch.Tensor)
     block = config.cache.block_size
     pages = max([-(-most_rows // block), *(case.requests * -(-case.keys // block) for case in cases)])
     slabs = _filled_slabs(platform, kernels, target, pages, block, dtype)
@@ -164,7 +178,7 @@ def load_kernel_model(
         target=target,
         dtype=dtype,
         shape=shape,
-        frequencies=recorder.frequencies,
+        frequencies=rotary,
         norm=norm,
         linears=_by_name(recorder),
         slabs=slabs,

@@ -14,13 +14,13 @@ FORMAT_VERSION = 1
 Row = tuple[str, ...]
 
 
-def ceiling_line(measured: Sequence[Measured], dtype: str, compute_threads: int) -> str:
+def ceiling_line(measured: Sequence[Measured], compute_threads: int) -> str:
     tops = [top for found in measured for top in found.ceilings]
     read, copy = median([top.read_gb_s for top in tops]), median([top.copy_gb_s for top in tops])
     matmul = median([top.matmul_gflop_s for top in tops])
     return (
         f"ceilings on {compute_threads} compute threads: read {read:.1f} GB/s, copy {copy:.1f} GB/s both "
-        f"ways, {dtype} matmul {matmul:.0f} GFLOP/s"
+        f"ways, {tops[0].matmul_dtype} matmul {matmul:.0f} GFLOP/s"
     )
 
 

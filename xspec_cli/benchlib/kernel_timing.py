@@ -62,11 +62,15 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine did at one moment with nothing in the way. A copy counts what it reads and writes."""
+    """What the machine did at one moment with nothing in the way. A copy counts what it reads and writes.
+
+    `matmul_dtype`: the type of the product, "float32" where half types are multiplied no faster.
+    """
 
     read_gb_s: float
     copy_gb_s: float
     matmul_gflop_s: float
+    matmul_dtype: str
 
 
 @dataclass(frozen=True, slots=True)

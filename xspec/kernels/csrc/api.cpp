@@ -25,7 +25,7 @@ using xs::kInvalid;
 using xs::kNoMemory;
 using xs::kOk;
 
-constexpr int32_t kVersion = 2;
+constexpr int32_t kVersion = 3;
 
 bool fits(const xs::Cache& cache) {
   return cache.slab != nullptr && cache.pages > 0 && cache.block > 0 && cache.block % 16 == 0 &&
@@ -43,12 +43,16 @@ bool fits(const xs::Linear& linear) {
 struct XsStack {
   XsStack(const xs::StackShape& shape, const xs::Layer* layers, int64_t count)
       : stack(shape, layers, count), cache{nullptr, 0, 0, shape.kv_heads, shape.dim}, layers(count),
-        normed(shape.final_norm != nullptr) {}
+        normed(shape.final_norm != nullptr), attended(2 * shape.heads * shape.dim),
+        products(layers->qkv.out * layers->qkv.in + layers->output.out * layers->output.in +
+                 layers->gate_up.out * layers->gate_up.in + layers->down.out * layers->down.in) {}
 
   xs::Stack stack;
   const xs::Cache cache;
   const int64_t layers;
   const bool normed;
+  const int64_t attended;  // products of a row and key in a layer's attention
+  const int64_t products;  // of a row in a layer's linears
 };
 
 namespace {
@@ -65,6 +69,17 @@ bool fits(const XsStack& stack, const xs::Pass& pass, int64_t layers) {
     cache.slab = slab;
     return fits(cache);
   });
+}
+
+// Whether a layer is through before other threads would pay for their barriers. Measured: with layers of 442
+// thousand products (0.03 ms a row) two threads break even at about 3 rows, and lose where a core is busy.
+bool light(const XsStack& stack, const xs::Pass& pass) {
+  constexpr int64_t kMost = 1 << 20;
+  int64_t products = pass.rows * stack.products;
+  for (int64_t row = 0; row < pass.rows && products <= kMost; ++row) {
+    products += pass.kv_lens[row] * stack.attended;
+  }
+  return products <= kMost;
 }
 
 }  // namespace
@@ -236,11 +251,13 @@ XS_API int32_t xs_stack_create(const xs::StackShape* shape, const xs::Layer* lay
                                XsStack** stack) {
   if (shape == nullptr || layers == nullptr || count < 1 || stack == nullptr) return kInvalid;
   if (shape->kv_heads < 1 || shape->heads % shape->kv_heads != 0 || shape->dim % 32 != 0) return kInvalid;
-  if (shape->frequencies == nullptr) return kInvalid;
+  const bool table = shape->cos != nullptr && shape->sin != nullptr && shape->positions > 0;
+  if (shape->frequencies == nullptr && !table) return kInvalid;
   for (int64_t index = 0; index < count; ++index) {
     const xs::Layer& layer = layers[index];
     if (!fits(layer.qkv) || !fits(layer.output) || !fits(layer.gate_up) || !fits(layer.down)) return kInvalid;
     if (!layer.gate_up.gated || layer.input_norm == nullptr || layer.mlp_norm == nullptr) return kInvalid;
+    if ((layer.attention_out_norm == nullptr) != (layer.mlp_out_norm == nullptr)) return kInvalid;
   }
   try {
     *stack = new XsStack(*shape, layers, count);
@@ -256,13 +273,17 @@ XS_API void xs_stack_destroy(XsStack* stack) { delete stack; }
 
 XS_API int32_t xs_stack_forward(XsTeam* team, XsStack* stack, const xs::Pass* pass) {
   if (pass != nullptr && pass->rows == 0) return kOk;
-  if (stack == nullptr || pass == nullptr || !fits(*stack, *pass, stack->layers)) return kInvalid;
-  if (pass->outputs == nullptr || pass->outputs[stack->layers - 1] == nullptr) return kInvalid;
+  if (stack == nullptr || pass == nullptr || pass->loops < 1) return kInvalid;
+  if (!fits(*stack, *pass, stack->layers * pass->loops)) return kInvalid;
+  const bool streamed = pass->outputs != nullptr && pass->outputs[stack->layers - 1] != nullptr;
+  if (pass->normed == nullptr && (!streamed || pass->loops > 1)) return kInvalid;
   if ((pass->normed != nullptr && !stack->normed) || pass->sequences == nullptr || pass->kv_lens == nullptr ||
       pass->page_table == nullptr) {
     return kInvalid;
   }
-  return guarded(team, [&] { stack->stack.forward(team->team, team->ops, *pass); });
+  return guarded(team, [&] {
+    stack->stack.forward(light(*stack, *pass) ? team->solo : team->team, team->ops, *pass);
+  });
 }
 
 // Stores the first layer's keys and values of the rows and does nothing else; see Stack::publish.

@@ -24,9 +24,10 @@ bool fits(const xs::RowTable* table, const xs::PassRows& pass, int64_t pages) {
 }  // namespace
 
 // Sizes of the structs as this library was compiled, for the other side to compare.
-XS_API void xs_round_struct_sizes(int64_t sizes[6]) {
+XS_API void xs_round_struct_sizes(int64_t sizes[7]) {
   const size_t found[] = {sizeof(xs::RowTable), sizeof(xs::PassRows), sizeof(xs::VerifyRows),
-                          sizeof(xs::Settle),   sizeof(xs::Carry),    sizeof(xs::Draw)};
+                          sizeof(xs::Settle),   sizeof(xs::Carry),    sizeof(xs::Draw),
+                          sizeof(xs::Admit)};
   std::copy(std::begin(found), std::end(found), sizes);
 }
 
@@ -87,6 +88,16 @@ XS_API int32_t xs_verify_rows(const xs::RowTable* table, const xs::VerifyRows* v
                               int64_t pages) {
   if (verify == nullptr || !fits(table, verify->pass, pages)) return xs::kInvalid;
   return xs::verify_rows(*table, *verify, counts, pages) ? xs::kOk : xs::kInvalid;
+}
+
+XS_API int32_t xs_admit(const xs::RowTable* table, const xs::Admit* admit) {
+  if (table == nullptr || admit == nullptr || admit->lanes < 0 || admit->width < 0 ||
+      !within(admit->row_ids, admit->lanes, table->rows) ||
+      !within(admit->verify, admit->lanes, admit->width + 1)) {
+    return xs::kInvalid;
+  }
+  xs::admit(*table, *admit);
+  return xs::kOk;
 }
 
 XS_API int32_t xs_settle(const xs::RowTable* table, const xs::Settle* settle) {

@@ -37,6 +37,7 @@ static inline int64_t keys_seen(const Attend& step, int64_t row) {
 // may have any length. Denormal results are 0 in the AVX-512 ops.
 void avx512_rms_norm(Worker&, const bf16* x, int64_t x_stride, const bf16* weight, float eps, bf16* y,
                      int64_t y_stride, int64_t rows, int64_t cols);
+void avx512_norm_sum(Worker&, const NormSum&);
 void avx512_rope_store(Worker&, const RopeStore&);
 void avx512_attend(Worker&, const Attend&);
 void avx512_argmax(Worker&, const bf16* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index,
@@ -45,6 +46,7 @@ void avx512_logsumexp(Worker&, const bf16* x, int64_t stride, int64_t rows, int6
 
 void avx2_rms_norm(Worker&, const bf16* x, int64_t x_stride, const bf16* weight, float eps, bf16* y,
                    int64_t y_stride, int64_t rows, int64_t cols);
+void avx2_norm_sum(Worker&, const NormSum&);
 void avx2_rope_store(Worker&, const RopeStore&);
 void avx2_attend(Worker&, const Attend&);
 void avx2_argmax(Worker&, const bf16* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index,

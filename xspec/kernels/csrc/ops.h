@@ -63,8 +63,8 @@ struct Cache {
 struct RopeStore {
   bf16* qkv;
   int64_t rows, heads;
-  const bf16* cos;  // [rows, D]; both halves alike
-  const bf16* sin;  // [rows, D]; first half negated
+  const float* cos;  // [rows, D]; both halves alike
+  const float* sin;  // [rows, D]; first half negated
   const bf16* head_norm;  // [H + G, D] weights of qk-norm, before rotation; or null
   float eps;
   const int64_t* slots;  // [rows] flat slot: page * block + offset
@@ -87,6 +87,18 @@ struct Attend {
   Cache cache;
 };
 
+// What a sublayer yields, normalised: sum = add + norm(x); then next = norm(sum).
+struct NormSum {
+  const bf16* x;       // [rows, cols]
+  const bf16* weight;  // [cols]
+  const bf16* add;     // [rows, cols], or null: nothing is added
+  bf16* sum;           // [rows, cols]; may be x or add
+  const bf16* next_weight;  // [cols], or null: there is no next
+  bf16* next;               // [rows, cols]; may be x where sum is not
+  float eps, next_eps;
+  int64_t rows, cols;
+};
+
 // One instruction set's ops.
 struct Ops {
   const char* name;
@@ -97,6 +109,8 @@ struct Ops {
   // Normalised in fp32, rounded, multiplied by weight, rounded. weight [cols].
   void (*rms_norm)(Worker&, const bf16* x, int64_t x_stride, const bf16* weight, float eps, bf16* y,
                    int64_t y_stride, int64_t rows, int64_t cols);
+  // Norms as above; the sum is rounded again.
+  void (*norm_sum)(Worker&, const NormSum&);
   void (*rope_store)(Worker&, const RopeStore&);
   void (*attend)(Worker&, const Attend&);
   // Highest value of each row and its lowest index; NaN counts as highest. values [rows] as fp32.

@@ -79,11 +79,16 @@ void linear(Worker& worker, const Linear& linear, const Rows& x, int64_t rows, b
   run(worker, linear, x, rows, y, y_stride, add, add_stride);
 }
 
-void normalise(const bf16* x, const bf16* weight, float eps, bf16* y, int64_t cols) {
+// norm(x), or with `add` add + norm(x). y may be either.
+void normalise(const bf16* x, const bf16* weight, float eps, bf16* y, int64_t cols,
+               const bf16* add = nullptr) {
   float sum = 0.0f;
   for (int64_t i = 0; i < cols; ++i) sum += wide(x[i]) * wide(x[i]);
   const float scale = 1.0f / std::sqrt(sum / static_cast<float>(cols) + eps);
-  for (int64_t i = 0; i < cols; ++i) y[i] = narrow(wide(narrow(wide(x[i]) * scale)) * wide(weight[i]));
+  for (int64_t i = 0; i < cols; ++i) {
+    const bf16 normal = narrow(wide(narrow(wide(x[i]) * scale)) * wide(weight[i]));
+    y[i] = add == nullptr ? normal : narrow(wide(add[i]) + wide(normal));
+  }
 }
 
 void rms_norm(Worker& worker, const bf16* x, int64_t x_stride, const bf16* weight, float eps, bf16* y,
@@ -93,12 +98,23 @@ void rms_norm(Worker& worker, const bf16* x, int64_t x_stride, const bf16* weigh
   }
 }
 
-void rotate(bf16* head, const bf16* cos, const bf16* sin, int64_t dim) {
+void norm_sum(Worker& worker, const NormSum& step) {
+  for (int64_t row; (row = worker.next()) < step.rows;) {
+    const int64_t at = row * step.cols;
+    bf16* sum = step.sum + at;
+    const bf16* add = step.add == nullptr ? nullptr : step.add + at;
+    normalise(step.x + at, step.weight, step.eps, sum, step.cols, add);
+    if (step.next_weight == nullptr) continue;
+    normalise(sum, step.next_weight, step.next_eps, step.next + at, step.cols);
+  }
+}
+
+void rotate(bf16* head, const float* cos, const float* sin, int64_t dim) {
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; ++i) {
     const float first = wide(head[i]), second = wide(head[i + half]);
-    head[i] = narrow(first * wide(cos[i]) + second * wide(sin[i]));
-    head[i + half] = narrow(second * wide(cos[i + half]) + first * wide(sin[i + half]));
+    head[i] = narrow(first * cos[i] + second * sin[i]);
+    head[i + half] = narrow(second * cos[i + half] + first * sin[i + half]);
   }
 }
 
@@ -196,8 +212,8 @@ void logsumexp(Worker& worker, const bf16* x, int64_t stride, int64_t rows, int6
   }
 }
 
-const Ops kPortable = {"portable", linear, portable_quantise, rms_norm, rope_store,
-                       attend,     argmax, logsumexp};
+const Ops kPortable = {"portable", linear, portable_quantise, rms_norm, norm_sum,
+                       rope_store, attend, argmax, logsumexp};
 
 }  // namespace
 

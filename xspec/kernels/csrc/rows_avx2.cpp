@@ -19,6 +19,8 @@ void avx2_rms_norm(Worker& worker, const bf16* x, int64_t x_stride, const bf16* 
   rms_norm_rows(worker, x, x_stride, weight, eps, y, y_stride, rows, cols);
 }
 
+void avx2_norm_sum(Worker& worker, const NormSum& step) { norm_sum_rows(worker, step); }
+
 void avx2_rope_store(Worker& worker, const RopeStore& step) { rope_store_rows(worker, step); }
 
 void avx2_argmax(Worker& worker, const bf16* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index,

@@ -42,6 +42,13 @@ void pad(const RowTable& table, const VerifyRows& verify, int64_t at) {
   if (verify.dense != nullptr) verify.flat[at] = lane * pass.width;
 }
 
+int64_t room_of(const RowTable& table, int64_t row) {
+  return std::max<int64_t>(table.max_len[row] - table.length[row], 0);
+}
+
+// What is not a number is no chance.
+float chance(float signal) { return signal > 0.0f ? std::min(signal, 1.0f) : 0.0f; }
+
 void copy_state(char* to, const char* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<size_t>(bytes));
 }
@@ -97,14 +104,41 @@ bool verify_rows(const RowTable& table, const VerifyRows& verify, const int64_t*
   return true;
 }
 
+// Survivals never rise along a lane: the best draft left is the next one of some lane. Those wait in a heap.
+void admit(const RowTable& table, const Admit& admit) {
+  int64_t *waiting = admit.waiting, count = 0;
+  const auto worse = [&admit](int64_t a, int64_t b) {
+    // As torch.cumprod on a CPU: multiplied in double, each product rounded to float.
+    const float x = static_cast<float>(admit.products[a]), y = static_cast<float>(admit.products[b]);
+    if (x != y) return x < y;
+    return admit.admitted[a] != admit.admitted[b] ? admit.admitted[a] > admit.admitted[b] : a > b;
+  };
+  const auto enter = [&](int64_t lane) {
+    const int64_t next = admit.admitted[lane], room = room_of(table, admit.row_ids[lane]);
+    if (next >= std::min(admit.verify[lane], room - 1)) return;
+    const float signal = admit.signals[lane * admit.lane_stride + next * admit.draft_stride];
+    admit.products[lane] *= double{chance(signal)};
+    waiting[count++] = lane;
+    std::push_heap(waiting, waiting + count, worse);
+  };
+  std::fill(admit.products, admit.products + admit.lanes, 1.0);
+  std::fill(admit.admitted, admit.admitted + admit.lanes, 0);
+  for (int64_t lane = 0; lane < admit.lanes; ++lane) enter(lane);
+  for (int64_t left = admit.target_rows - admit.lanes; left > 0 && count > 0; --left) {
+    std::pop_heap(waiting, waiting + count, worse);
+    const int64_t lane = waiting[--count];
+    ++admit.admitted[lane];
+    enter(lane);
+  }
+}
+
 void settle(const RowTable& table, const Settle& settle) {
   for (int64_t lane = 0; lane < settle.lives; ++lane) {
     const int64_t row = settle.row_ids[lane], first = settle.first[lane];
     const int64_t *draws = settle.draws + first, *drafts = settle.drafts + lane * settle.draft_stride;
-    const int64_t room = std::max<int64_t>(table.max_len[row] - table.length[row], 0);
     int64_t count = std::min<int64_t>(settle.counts[lane], 1);
     while (count > 0 && count < settle.counts[lane] && draws[count - 1] == drafts[count - 1]) ++count;
-    count = std::min(count, room);
+    count = std::min(count, room_of(table, row));
     int64_t good = 0;
     while (good < count && !settle.bad[first + good]) ++good;
     int64_t* tokens = settle.tokens + lane * settle.width;

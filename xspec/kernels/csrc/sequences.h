@@ -52,6 +52,22 @@ struct VerifyRows {
 // counts [lanes] flat rows of each lane, or null: `width` each. False: they do not fit the pass.
 bool verify_rows(const RowTable& table, const VerifyRows& verify, const int64_t* counts, int64_t pages);
 
+// Which drafts are verified where rows are fewer than drafts (verify/admit.py). Every lane is live and keeps
+// the row of its last token.
+struct Admit {
+  const int64_t* row_ids;  // [lanes]
+  const int64_t* verify;   // [lanes] drafts a lane verifies at most, of `width`
+  int64_t lanes;
+  const float* signals;    // [lanes, width] chance of each draft after those before it
+  int64_t lane_stride, draft_stride, width;
+  int64_t target_rows;     // to share out, the lanes' own included
+  double* products;        // [lanes] for use here: survival of a lane's next draft
+  int64_t* waiting;        // [lanes] for use here
+  int64_t* admitted;       // [lanes] out: drafts of each lane
+};
+
+void admit(const RowTable& table, const Admit& admit);
+
 // Acceptance: the draws of a pass against its drafts. Of the first `lives` lanes, each with a draw or more.
 struct Settle {
   const int64_t* row_ids;  // [lanes]

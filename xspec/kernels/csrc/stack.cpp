@@ -35,21 +35,29 @@ class Carver {
   size_t used_ = 0;
 };
 
-// To nearest, ties to even. Not for NaN.
-bf16 narrow(float value) {
+// To the nearest bf16, ties to even. Not for NaN.
+float rounded(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
-  return static_cast<bf16>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
 }
 
 // Cosines and sines of one position as RopeStore reads them. In scalars, so that no row depends on another.
-void turn(int64_t position, const float* frequencies, int64_t dim, bf16* cos, bf16* sin) {
-  const int64_t half = dim / 2;
+void turn(int64_t position, const StackShape& shape, float* cos, float* sin) {
+  if (shape.frequencies == nullptr) {
+    const int64_t at = std::min(position, shape.positions - 1) * shape.dim;
+    std::copy_n(shape.cos + at, shape.dim, cos);
+    std::copy_n(shape.sin + at, shape.dim, sin);
+    return;
+  }
+  const int64_t half = shape.dim / 2;
   for (int64_t i = 0; i < half; ++i) {
-    const float angle = static_cast<float>(position) * frequencies[i];
-    cos[i] = cos[i + half] = narrow(std::cos(angle));
-    sin[i + half] = narrow(std::sin(angle));
-    sin[i] = sin[i + half] ^ 0x8000;
+    const float angle = static_cast<float>(position) * shape.frequencies[i];
+    cos[i] = cos[i + half] = rounded(std::cos(angle));
+    sin[i + half] = rounded(std::sin(angle));
+    sin[i] = -sin[i + half];
   }
 }
 
@@ -63,6 +71,13 @@ int64_t widest_int_input(const std::vector<Layer>& layers) {
   return widest;
 }
 
+// A norm of the stream for what reads it next; without weight there is none.
+struct Next {
+  const bf16* weight;
+  float eps;
+  bf16* to;
+};
+
 }  // namespace
 
 struct Stack::Buffers {
@@ -71,8 +86,8 @@ struct Stack::Buffers {
   bf16* qkv;       // [rows, (H + 2 G) D]
   bf16* attended;  // [rows, H D]
   bf16* inner;     // [rows, inner]
-  bf16* cos;       // [rows, D]
-  bf16* sin;
+  float* cos;      // [rows, D]
+  float* sin;
   Quantised quantised;
 
   void carve(Carver& from, const StackShape& shape, int64_t quantised_in, int64_t rows) {
@@ -81,8 +96,8 @@ struct Stack::Buffers {
     qkv = from.take<bf16>(rows * (shape.heads + 2 * shape.kv_heads) * shape.dim);
     attended = from.take<bf16>(rows * shape.heads * shape.dim);
     inner = from.take<bf16>(rows * shape.inner);
-    cos = from.take<bf16>(rows * shape.dim);
-    sin = from.take<bf16>(rows * shape.dim);
+    cos = from.take<float>(rows * shape.dim);
+    sin = from.take<float>(rows * shape.dim);
     quantised.q = from.take<int8_t>(rows * quantised_in);
     quantised.scale = from.take<float>(rows * (quantised_in / kGroup));
     quantised.sum = from.take<float>(rows * (quantised_in / kGroup));
@@ -100,7 +115,7 @@ struct Stack::Steps {
   void turns() {
     for (int64_t row = worker.index; row < pass.rows; row += worker.count) {
       const int64_t at = row * shape.dim;
-      turn(pass.positions[row], shape.frequencies, shape.dim, own.cos + at, own.sin + at);
+      turn(pass.positions[row], shape, own.cos + at, own.sin + at);
     }
   }
 
@@ -121,6 +136,31 @@ struct Stack::Steps {
       rows.sum = own.quantised.sum;
     }
     ops.linear(worker, weights, rows, pass.rows, y, y_stride, add, y_stride);
+    worker.barrier();
+  }
+
+  // to = residual + linear(x), with the norm behind the sublayer if there is one; then norm(to) for `next`.
+  void join(const Layer& layer, const Linear& weights, const bf16* x, const bf16* out_norm,
+            const bf16* residual, bf16* to, const Next& next) {
+    if (out_norm == nullptr) {
+      linear(weights, x, to, shape.hidden, residual);
+      if (next.weight != nullptr) norm(to, next.weight, next.eps, next.to);
+      return;
+    }
+    bf16* yielded = layer.of_sums ? to : own.normed;  // `normed` was read before x was made
+    linear(weights, x, yielded, shape.hidden, layer.of_sums ? residual : nullptr);
+    NormSum step{};
+    step.x = yielded;
+    step.weight = out_norm;
+    step.add = layer.of_sums ? nullptr : residual;
+    step.sum = to;
+    step.next_weight = next.weight;
+    step.next = next.to;
+    step.eps = layer.eps;
+    step.next_eps = next.eps;
+    step.rows = pass.rows;
+    step.cols = shape.hidden;
+    ops.norm_sum(worker, step);
     worker.barrier();
   }
 
@@ -188,24 +228,34 @@ void Stack::forward(Team& team, const Ops& ops, const Pass& pass) {
   const int64_t qkv_width = (shape_.heads + 2 * shape_.kv_heads) * shape_.dim;
   team.run([&](Worker& worker) {
     Steps steps{worker, ops, shape_, pass, own};
-    const bf16* residual = pass.residual;
     steps.turns();
-    for (size_t index = 0; index < layers_.size(); ++index) {
-      const Layer& layer = layers_[index];
-      bf16* slab = pass.slabs[index];
-      steps.norm(residual, layer.input_norm, layer.eps, own.normed);
-      steps.linear(layer.qkv, own.normed, own.qkv, qkv_width, nullptr);
-      steps.store(layer, slab, true);
-      steps.attend(slab);
-      steps.linear(layer.output, own.attended, own.residual, shape_.hidden, residual);
-      steps.norm(own.residual, layer.mlp_norm, layer.eps, own.normed);
-      steps.linear(layer.gate_up, own.normed, own.inner, shape_.inner, nullptr);
-      // What is wanted outside is written there at once; the next layer reads it from there.
-      bf16* out = pass.outputs[index] == nullptr ? own.residual : pass.outputs[index];
-      steps.linear(layer.down, own.inner, out, shape_.hidden, own.residual);
-      residual = out;
+    const bf16* residual = pass.residual;
+    bf16* const* slab = pass.slabs;
+    for (int64_t loop = 0; loop < pass.loops; ++loop) {
+      Next last{nullptr, 0.0f, nullptr};
+      if (pass.normed != nullptr) {
+        last = Next{shape_.final_norm, shape_.norm_eps, pass.normed + loop * pass.rows * shape_.hidden};
+      }
+      steps.norm(residual, layers_.front().input_norm, layers_.front().eps, own.normed);
+      for (size_t index = 0; index < layers_.size(); ++index, ++slab) {
+        const Layer& layer = layers_[index];
+        steps.linear(layer.qkv, own.normed, own.qkv, qkv_width, nullptr);
+        steps.store(layer, *slab, true);
+        steps.attend(*slab);
+        steps.join(layer, layer.output, own.attended, layer.attention_out_norm, residual, own.residual,
+                   Next{layer.mlp_norm, layer.eps, own.normed});
+        steps.linear(layer.gate_up, own.normed, own.inner, shape_.inner, nullptr);
+        // What is wanted outside is written there at once; the next layer reads it from there.
+        bf16* wanted = pass.outputs == nullptr ? nullptr : pass.outputs[index];
+        bf16* out = wanted == nullptr ? own.residual : wanted;
+        const Next next = index + 1 < layers_.size()
+                              ? Next{layers_[index + 1].input_norm, layers_[index + 1].eps, own.normed}
+                              : last;
+        steps.join(layer, layer.down, own.inner, layer.mlp_out_norm, own.residual, out, next);
+        residual = out;
+      }
+      residual = last.to;
     }
-    if (pass.normed != nullptr) steps.norm(residual, shape_.final_norm, shape_.norm_eps, pass.normed);
   });
 }
 

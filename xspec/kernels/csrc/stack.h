@@ -9,6 +9,7 @@
 namespace xs {
 
 // Pre-norm decoder layer: x += output(attend(qkv(norm(x)))); x += down(silu_gate_up(norm(x))).
+// With norms behind the sublayers: x += norm(output(..)), or with `of_sums` x = norm(x + output(..)).
 struct Layer {
   Linear qkv;     // [(H + 2 G) D, hidden]
   Linear output;  // [hidden, H D]
@@ -17,6 +18,9 @@ struct Layer {
   const bf16* input_norm;  // [hidden]
   const bf16* mlp_norm;    // [hidden]
   const bf16* head_norm;   // [H + G, D] or null
+  const bf16* attention_out_norm;  // [hidden] or null
+  const bf16* mlp_out_norm;        // [hidden], null where the other is
+  bool of_sums;
   float eps;
 };
 
@@ -27,22 +31,27 @@ struct StackShape {
   float scale;
   float norm_eps;            // of final_norm
   const bf16* final_norm;    // [hidden] or null
-  const float* frequencies;  // [D / 2] radians a position
+  const float* frequencies;  // [D / 2] radians a position; null: the tables say how far a position turns
+  const float* cos;          // [positions, D], as RopeStore reads them, or null
+  const float* sin;
+  int64_t positions;         // later ones turn as the last
 };
 
-// N rows of one forward pass. Nothing here is kept.
+// N rows of one forward pass: the layers `loops` times over, each loop after the first reading what the final
+// norm made of the one before. Nothing here is kept.
 struct Pass {
   int64_t rows;
+  int64_t loops;           // 1 where there is no final norm
   const bf16* residual;    // [rows, hidden], not written
-  bf16* const* outputs;    // [layers]: where a layer's residual goes, or null; the last is not null
-  bf16* normed;            // [rows, hidden] after the final norm; null where there is none
+  bf16* const* outputs;    // [layers] or null: where a layer's residual goes, or null; the last loop's stay
+  bf16* normed;            // [loops, rows, hidden] after the final norm; null where there is none
   const int64_t* positions;   // [rows] of the rotation
   const int64_t* slots;       // [rows]
   const int64_t* sequences;   // [rows]
   const int64_t* kv_lens;     // [rows]
   const int64_t* page_table;  // [sequences, table_stride]
   int64_t table_stride;
-  bf16* const* slabs;  // [layers]
+  bf16* const* slabs;  // [loops * layers]
   int64_t pages, block;
   int64_t finite;  // 1: keys and values that are not finite are stored as 0
 };
