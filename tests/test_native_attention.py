@@ -15,24 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_slab import Rows, attend, bits, interleaved
 
-from xspec.kernels.native import ISAS, NativeLibrary, Team, library_path, load_library
+from xspec.kernels.native import Team
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def team(request: pytest.FixtureRequest, library: NativeLibrary) -> Team:
-    if library.isa(request.param) is None:
-        pytest.skip(f"this machine has no {request.param}")
-    return Team(library, 2, request.param)
 
 
 class World:

@@ -14,7 +14,7 @@ from xspec.core.request import SamplingParams
 from xspec.core.round import RowBind
 from xspec.draft.heads import selected_probability
 from xspec.exec.pick import Picker
-from xspec.kernels.native import ISAS, NativeLibrary, Team, library_path, load_library
+from xspec.kernels.native import NativeLibrary, Team
 from xspec.kernels.native_draws import NativeDraws
 from xspec.verify.filters import first_argmax
 from xspec.verify.noise import GumbelNoise, row_keys
@@ -28,18 +28,8 @@ NOISE_ERROR = 4e-6
 
 
 @pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def draws(request: pytest.FixtureRequest, library: NativeLibrary) -> NativeDraws:
-    if library.isa(request.param) is None:
-        pytest.skip(f"this machine has no {request.param}")
-    return NativeDraws(Team(library, 2, request.param))
+def draws(team: Team) -> NativeDraws:
+    return NativeDraws(team)
 
 
 def keys_of(count: int) -> torch.Tensor:

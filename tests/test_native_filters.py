@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native_draws import draws, keys_of, library, logits_of, tempered
+from test_native_draws import draws, keys_of, logits_of, tempered
 from test_sampler_filters import RULES, rules_of, survivors
 
 from xspec.kernels.native import NativeLibrary, Team
@@ -16,7 +16,7 @@ from xspec.kernels.native_draws import NativeDraws
 from xspec.kernels.rounds import Chain, RowFilters
 from xspec.verify.filters import candidates
 
-__all__ = ["draws", "library"]  # fixtures
+__all__ = ["draws"]  # fixtures
 
 POSITIONS = 24
 Rules = list[tuple[int, float, float]]

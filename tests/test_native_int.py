@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from xspec.kernels.native import ISAS, Format, NativeLibrary, Team, library_path, load_library
+from xspec.kernels.native import Format, Team
 from xspec.kernels.native_blocks import NativeBlocks
 from xspec.kernels.quantised import GROUP, Blocks, ReferenceBlocks
 
@@ -23,21 +23,6 @@ KINDS = {
 }
 SHAPES = ((32, 32), (2, 64), (100, 96), (34, 160), (576, 192), (66, 1536))
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 17, 40)
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def team(request: pytest.FixtureRequest, library: NativeLibrary) -> Team:
-    if library.isa(request.param) is None:
-        pytest.skip(f"this machine has no {request.param}")
-    return Team(library, 2, request.param)
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

@@ -14,18 +14,10 @@ import torch
 from xspec.errors import EngineError
 from xspec.kernels import native
 from xspec.kernels.cpu_native import NativeKernels
-from xspec.kernels.native import HUGE_PAGE_BYTES, NativeLibrary, Team, library_path, load_library
+from xspec.kernels.native import HUGE_PAGE_BYTES, NativeLibrary, Team
 from xspec.kernels.native_linear import NativeLinear
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
 
 
 def test_another_build_is_refused(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,25 +13,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xspec.kernels.native import ISAS, Format, NativeLibrary, Status, Team, library_path, load_library
+from xspec.kernels.native import Format, NativeLibrary, Status, Team
 from xspec.kernels.native_linear import NativeLinear
 
 PANEL = 32
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def team(request: pytest.FixtureRequest, library: NativeLibrary) -> Team:
-    if library.isa(request.param) is None:
-        pytest.skip(f"this machine has no {request.param}")
-    return Team(library, 2, request.param)
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

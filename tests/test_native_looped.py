@@ -16,7 +16,7 @@ import torch
 
 from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
 from xspec.kernels.cpu_native import NativeKernels
-from xspec.kernels.native import ISAS, NativeLibrary, Team, library_path, load_library
+from xspec.kernels.native import Team
 from xspec.kernels.native_layers import NativeLayers
 from xspec.kernels.quantised import quantise
 from xspec.kernels.reference import ReferenceKernels
@@ -42,18 +42,8 @@ def no_grad() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def native(request: pytest.FixtureRequest, library: NativeLibrary) -> NativeKernels:
-    if library.isa(request.param) is None:
-        pytest.skip(f"this machine has no {request.param}")
-    return NativeKernels(Team(library, 2, request.param))
+def native(team: Team) -> NativeKernels:
+    return NativeKernels(team)
 
 
 @dataclass

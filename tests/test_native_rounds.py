@@ -19,7 +19,7 @@ from xspec.exec.calls import DrawRows, VerifyPass
 from xspec.exec.flat_rows import TorchDraftRows, TorchVerifyRows, draft_rows, verify_rows
 from xspec.exec.rows import DeviceRows
 from xspec.exec.settle import settle
-from xspec.kernels.native import NativeLibrary, library_path, load_library
+from xspec.kernels.native import NativeLibrary
 from xspec.kernels.native_rows import NativeCarry, NativeRows
 from xspec.kernels.rounds import FlatRows, RowTable, Settled, Told
 from xspec.models.base import Hidden
@@ -30,14 +30,6 @@ CPU = torch.device("cpu")
 BLOCK, ENTRIES, SINK = 4, 6, 90
 EXAMPLES = settings(max_examples=60, deadline=None)
 SEEDS = st.integers(0, 2**31)
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
 
 
 def table_of(rows: DeviceRows) -> RowTable:

@@ -13,18 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_slab import bits, cache_of, interleaved
 
-from xspec.kernels.native import ISAS, CRopeStore, NativeLibrary, Team, check, library_path, load_library
+from xspec.kernels.native import ISAS, CRopeStore, NativeLibrary, Team, check
 
 BF16 = torch.bfloat16
 WIDTHS = (1, 5, 16, 31, 32, 33, 64, 96, 129, 576, 1000)
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
 
 
 @pytest.fixture(scope="module", params=ISAS)

@@ -21,7 +21,7 @@ from xspec.kernels import native
 from xspec.kernels.base import AttentionShape, Kernels
 from xspec.kernels.cpu import CpuKernels
 from xspec.kernels.cpu_native import NativeKernels
-from xspec.kernels.native import ISAS, NativeLibrary, Team, library_path, load_library
+from xspec.kernels.native import NativeLibrary, Team
 from xspec.kernels.native_layers import NativeLayers
 from xspec.models.blocks import Decoder, LayerBuilder, layer_prefix
 from xspec.models.config import DecoderConfig
@@ -51,18 +51,8 @@ def no_grad() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    path = library_path()
-    if path is None:
-        pytest.skip("the native library was not built")
-    return load_library(path)
-
-
-@pytest.fixture(scope="module", params=ISAS)
-def kernels(request: pytest.FixtureRequest, library: NativeLibrary) -> NativeKernels:
-    if library.isa(request.param) is None:
-        pytest.skip(f"this machine has no {request.param}")
-    return NativeKernels(Team(library, 2, request.param))
+def kernels(team: Team) -> NativeKernels:
+    return NativeKernels(team)
 
 
 @pytest.fixture(scope="module")
