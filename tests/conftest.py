@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-# libgomp reads these once, when torch is first imported. One compute thread unless the caller says two, and none
-# that spins: calls are small, and on a machine with few cores a spinning thread starves the one it waits for.
+# libgomp reads these once, when torch is first imported. One compute thread unless the caller says two, and
+# none that spins: calls are small, and where cores are few a spinning thread starves the one it waits for.
 os.environ["OMP_NUM_THREADS"] = str(min(2, int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0] or 1)))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
