@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native_rounds import library, table_of
+from test_native_rounds import table_of
 
 from xspec.core.request import SamplingParams
 from xspec.core.round import PageGrant, RowBind
@@ -25,7 +25,6 @@ from xspec.models.base import Hidden
 from xspec.verify.sampler import Drawn, Mode, SampleNeeds, draw, needs_of
 from xspec.verify.state import SamplingState
 
-__all__ = ["library"]  # a fixture
 
 CPU = torch.device("cpu")
 VOCAB, BLOCK, PAGES, PROMPT = 83, 4, 8, 5
