@@ -25,7 +25,6 @@ from xspec.models.base import Hidden
 from xspec.verify.sampler import Drawn, Mode, SampleNeeds, draw, needs_of
 from xspec.verify.state import SamplingState
 
-
 CPU = torch.device("cpu")
 VOCAB, BLOCK, PAGES, PROMPT = 83, 4, 8, 5
 EXAMPLES = settings(max_examples=60, deadline=None)
