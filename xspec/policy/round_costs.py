@@ -44,6 +44,8 @@ class RoundCosts:
         self._costs = costs
         self._lanes = geometry.lanes
         self._kept: _Kept | None = None
+        self._kept_before: _Kept | None = None
+        self._plan_id: int | None = None
         self._ideal = None if geometry.loops is None else IdealCosts(geometry.loops)
         self.source = (
             "costs" if costs is not None else "config or idealized model" if self._ideal else "config"
@@ -54,15 +56,20 @@ class RoundCosts:
 
     def of(self, view: PolicyView, candidates: Sequence[Candidate]) -> Prices:
         """`candidates`: the same object where they are the same, so that what was priced can be kept."""
+        if view.plan_id != self._plan_id:
+            self._plan_id, self._kept_before = view.plan_id, self._kept
         requests, tokens = len(view.sequence_ids), sum(view.kv_bounds)
-        kept = self._kept
+        kept = (
+            self._kept_before
+        )  # a plan asked for again starts from before it, so that a replay decides alike
         if (
             kept is None
             or kept.candidates is not candidates
             or kept.requests != requests
             or abs(tokens - kept.tokens) > SAME_TOKENS * requests
         ):
-            self._kept = kept = _Kept(candidates, requests, tokens, self._price(view, candidates))
+            kept = _Kept(candidates, requests, tokens, self._price(view, candidates))
+        self._kept = kept
         return kept.prices
 
     def _price(self, view: PolicyView, candidates: Sequence[Candidate]) -> Prices:
