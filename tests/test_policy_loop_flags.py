@@ -11,7 +11,7 @@ from looped_world import CODE, DEPTHS, STEPS, LoopedText, replay
 from policy_world import feedback, row
 
 from xspec.core.round import RoundFeedback, RowFeedback, SpeculationPlan
-from xspec.policy.loop_flags import DepthFlags, FlagStreams, row_flags
+from xspec.policy.loop_flags import DepthFlags, FlagStreams, row_flags, walk, walk_own
 
 BURSTY = LoopedText("bursty", (0.7, 0.85, 0.95), depth_correlation=0.9, persistence=0.8)
 
@@ -140,8 +140,12 @@ def test_rounds_without_shadow_tell_their_own_depth_exactly() -> None:
         (row(1, 2, 2), [1, 1, None]),  # cut short by room
     ],
 )
-def test_what_drafts_say_themselves(told: RowFeedback, known: list[int | None]) -> None:
-    assert row_flags(told, None, 0, True) == known
+@pytest.mark.parametrize("run", [0, 2])
+def test_what_drafts_say_themselves(told: RowFeedback, known: list[int | None], run: int) -> None:
+    counts: dict[int, list[int]] = {1: [3, 4]}
+    expected: dict[int, list[int]] = {1: [3, 4]}
+    assert walk_own(told, run, counts) == walk(known, run, expected)
+    assert counts == expected
 
 
 def test_a_shadow_round_tells_the_rest_and_every_other_depth() -> None:

@@ -192,11 +192,11 @@ class FlagStreams:
                 runs.clear()
             elif told is None:
                 for row in feedback.rows:
-                    runs[row.sequence_id] = _walk_own(row, runs.get(row.sequence_id, 0), counts)
+                    runs[row.sequence_id] = walk_own(row, runs.get(row.sequence_id, 0), counts)
             else:
                 for row, of_row in zip(feedback.rows, told, strict=True):
                     flags = row_flags(row, of_row, x, own)
-                    runs[row.sequence_id] = _walk(flags, runs.get(row.sequence_id, 0), counts)
+                    runs[row.sequence_id] = walk(flags, runs.get(row.sequence_id, 0), counts)
             evidence.add(counts)
             shifted = evidence.shifted() or shifted
         if shifted:
@@ -215,16 +215,15 @@ class FlagStreams:
         return len(set().union(*self._runs))
 
 
-def row_flags(row: RowFeedback, told: Sequence[Sequence[bool]] | None, x: int, own: bool) -> Flags:
-    """Flags of one depth for the tokens that a row committed.
+def row_flags(row: RowFeedback, told: Sequence[Sequence[bool]], x: int, own: bool) -> Flags:
+    """Flags of one depth for the tokens that a row of a shadow round committed.
 
     `told` [width + 1][depths]: what a shadow round said of them. `own`: it is the depth that drafted, whose
     drafts say it themselves: 1 for each accepted one, 0 for the rejected one. A bonus has no draft.
     """
     known: list[int | None] = [None] * row.committed
-    if told is not None:
-        width = min(row.committed, len(told))
-        known[:width] = [int(flags[x]) for flags in told[:width]]
+    width = min(row.committed, len(told))
+    known[:width] = [int(flags[x]) for flags in told[:width]]
     if own and row.verified:
         known[: row.accepted] = [1] * row.accepted
         if not row.censored and row.accepted < row.verified:
@@ -232,7 +231,7 @@ def row_flags(row: RowFeedback, told: Sequence[Sequence[bool]] | None, x: int, o
     return known
 
 
-def _walk(flags: Flags, run: int, counts: dict[int, list[int]]) -> int:
+def walk(flags: Flags, run: int, counts: dict[int, list[int]]) -> int:
     """Counts the flags of one sequence, which has matched `run` times since a beginning; the run after them.
 
     What is not known ends the replayed round, and the next one is taken to begin behind it.
@@ -248,8 +247,9 @@ def _walk(flags: Flags, run: int, counts: dict[int, list[int]]) -> int:
     return run
 
 
-def _walk_own(row: RowFeedback, run: int, counts: dict[int, list[int]]) -> int:
-    """`_walk` over what the drafts say themselves (`row_flags`): in most rounds that is all there is."""
+def walk_own(row: RowFeedback, run: int, counts: dict[int, list[int]]) -> int:
+    """`walk` over what drafts say themselves, in most rounds all there is: 1 for each accepted one, 0 for the
+    rejected one, nothing of a bonus or of a row that did not draft."""
     if not row.verified:
         return 0 if row.committed else run
     for reached in range(run, run + row.accepted):
