@@ -84,13 +84,14 @@ def choose_drafter(
     if config.num_speculative_tokens == 0:
         return None
     algorithm, path = config.speculative_algorithm, _given(config)
-    loops = 1 if model is None else loops_of(model)
+    looped = None if model is None else _looped_config(model)
+    loops = 1 if looped is None else looped.loops
     if algorithm == "auto" and path is None and candidates is not None and loops > 1:
         algorithm = "Looped"
     if algorithm == "Looped":
         choice = _choose_looped(config, path, loops, candidates)
-        if model is not None:
-            _check_full_depth(model, exit_threshold)
+        if looped is not None:
+            _check_full_depth(looped, exit_threshold, str(model))
         return choice
     if config.draft_loops != -1:
         raise ConfigError(
@@ -139,12 +140,9 @@ def _looped_config(model: Path) -> LoopedConfig | None:
     return config if isinstance(config, LoopedConfig) else None
 
 
-def _check_full_depth(model: Path, asked: float) -> None:
+def _check_full_depth(config: LoopedConfig, asked: float, where: str) -> None:
     """The states that drafting leaves behind are those of all loops: no row may end after fewer."""
-    config = _looped_config(model)
-    if config is None:
-        return
-    with_exit_threshold(config, asked or None, str(model))  # refuses what has no gate
+    with_exit_threshold(config, asked or None, where)  # refuses what has no gate
     threshold = asked or config.exit_threshold or 1.0
     if threshold < 1.0:
         raise ConfigError(
