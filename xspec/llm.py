@@ -148,7 +148,10 @@ class LLM:
     def _encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         template = self._engine.text.chat
         if template is None:
-            raise RequestError("this model has no chat template; use generate", param="messages")
+            raise RequestError(
+                "this model has no chat template: give it bare text (LLM.generate, xspec generate --raw)",
+                param="messages",
+            )
         if not messages:
             raise RequestError("a conversation needs at least one message", param="messages")
         # the template writes the special tokens itself
