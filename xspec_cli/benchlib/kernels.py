@@ -39,7 +39,7 @@ READ_BYTES = 256 << 20
 
 MATMUL_SIZE = 2048
 
-TRIAL_SIZE = 256
+TRIAL_SIZE = 512
 """Tells whether a type is multiplied fast: without instructions for it that takes a hundred times as long."""
 
 CEILING_SHOTS = 2

@@ -15,8 +15,8 @@ void linear(Worker& worker, const Linear& linear, const Rows& x, int64_t rows, b
   run(worker, linear, x, rows, y, y_stride, add, add_stride);
 }
 
-const Ops kOps = {"avx2",           linear,         avx2_quantise, avx2_rms_norm, avx2_norm_sum,
-                  avx2_rope_store, avx2_attend, avx2_argmax,   avx2_logsumexp};
+const Ops kOps = {"avx2",        "avx2",          linear,      avx2_quantise, avx2_rms_norm,
+                  avx2_norm_sum, avx2_rope_store, avx2_attend, avx2_argmax,   avx2_logsumexp};
 
 }  // namespace
 

@@ -15,8 +15,8 @@ void linear(Worker& worker, const Linear& linear, const Rows& x, int64_t rows, b
   run(worker, linear, x, rows, y, y_stride, add, add_stride);
 }
 
-const Ops kOps = {"avx512",           linear,         avx512_quantise, avx512_rms_norm, avx512_norm_sum,
-                  avx512_rope_store, avx512_attend, avx512_argmax,   avx512_logsumexp};
+const Ops kOps = {"avx512",        "avx512",          linear,        avx512_quantise, avx512_rms_norm,
+                  avx512_norm_sum, avx512_rope_store, avx512_attend, avx512_argmax,   avx512_logsumexp};
 
 }  // namespace
 

@@ -6,6 +6,14 @@
 #include "linear_int.h"
 #include "ops.h"
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 namespace xs {
 namespace {
 
@@ -16,10 +24,27 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
+// AMX with BF16, and leave of the system to use its registers: Linux gives it to those who ask.
+bool has_amx() {
+#if defined(__linux__) && __GNUC__ >= 11
+  constexpr long kAskForState = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;
+  constexpr unsigned kTilesAndBf16 = 1u << 24 | 1u << 22;
+  unsigned a, b, c, d = 0;
+  if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d & kTilesAndBf16) != kTilesAndBf16) return false;
+  static const bool granted = syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 #else
+bool has_amx() { return false; }
 bool has_avx512() { return false; }
 bool has_avx2() { return false; }
 #endif
@@ -33,12 +58,16 @@ int64_t packed_bytes(Format format, int64_t out, int64_t in, bool gated) {
 
 const Ops* choose_ops(const char* name) {
   const bool any = name == nullptr || *name == '\0';
+  const auto asked = [&](const Ops* ops) {
+    return ops != nullptr && (any || std::strcmp(name, ops->name) == 0);
+  };
+  const Ops* tiles = has_amx() ? amx_ops() : nullptr;
+  if (asked(tiles)) return tiles;
   const Ops* wide = has_avx512() ? avx512_ops() : nullptr;
-  if (wide != nullptr && (any || std::strcmp(name, wide->name) == 0)) return wide;
+  if (asked(wide)) return wide;
   const Ops* middle = has_avx2() ? avx2_ops() : nullptr;
-  if (middle != nullptr && (any || std::strcmp(name, middle->name) == 0)) return middle;
-  const Ops& plain = portable_ops();
-  return any || std::strcmp(name, plain.name) == 0 ? &plain : nullptr;
+  if (asked(middle)) return middle;
+  return asked(&portable_ops()) ? &portable_ops() : nullptr;
 }
 
 }  // namespace xs

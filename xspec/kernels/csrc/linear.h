@@ -30,6 +30,8 @@ void pack_bf16(const bf16* weight, int64_t out, int64_t in, bool gated, void* to
 void pack_bias(const float* bias, int64_t out, bool gated, float* to);
 
 // Ops::linear for Format::bf16. Only in builds that have the instruction set.
+void amx_linear_bf16(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
+                     const bf16* add, int64_t add_stride);
 void avx512_linear_bf16(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
                         const bf16* add, int64_t add_stride);
 void avx2_linear_bf16(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,

@@ -102,6 +102,7 @@ struct NormSum {
 // One instruction set's ops.
 struct Ops {
   const char* name;
+  const char* lanes;  // the set whose vector code draws tokens (SampleOps)
   // y [rows, y_stride] = linear(x) (+ add [rows, add_stride]); add may be y.
   void (*linear)(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
                  const bf16* add, int64_t add_stride);
@@ -124,10 +125,11 @@ struct Ops {
 int64_t packed_bytes(Format, int64_t out, int64_t in, bool gated);
 
 const Ops& portable_ops();
+const Ops* amx_ops();     // null where it was not built; needs what avx512_ops() does, and AMX with BF16
 const Ops* avx512_ops();  // null where it was not built; needs AVX-512 F, BW, VL, DQ, BF16 and VNNI
 const Ops* avx2_ops();    // null where it was not built; needs AVX2 and FMA
 
-// The best ops this machine runs, or those `name` says ("portable", "avx2", "avx512"); null: not available.
+// The best ops this machine runs, or those `name` says ("portable", "avx2", "avx512", "amx"); null: not available.
 const Ops* choose_ops(const char* name);
 
 }  // namespace xs

@@ -212,8 +212,8 @@ void logsumexp(Worker& worker, const bf16* x, int64_t stride, int64_t rows, int6
   }
 }
 
-const Ops kPortable = {"portable", linear, portable_quantise, rms_norm, norm_sum,
-                       rope_store, attend, argmax, logsumexp};
+const Ops kPortable = {"portable", "portable", linear, portable_quantise, rms_norm,
+                       norm_sum,   rope_store, attend, argmax,            logsumexp};
 
 }  // namespace
 

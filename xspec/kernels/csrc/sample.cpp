@@ -37,7 +37,7 @@ Drawn drawn_row(const Draw& draw, int64_t row, float high, int64_t highest) {
 
 const SampleOps& sample_ops(const Ops& ops) {
   for (const SampleOps* own : {avx512_sample_ops(), avx2_sample_ops()}) {
-    if (own != nullptr && std::strcmp(own->name, ops.name) == 0) return *own;
+    if (own != nullptr && std::strcmp(own->name, ops.lanes) == 0) return *own;
   }
   return portable_sample_ops();
 }

@@ -84,7 +84,7 @@ const SampleOps& portable_sample_ops();
 const SampleOps* avx512_sample_ops();  // null where it was not built
 const SampleOps* avx2_sample_ops();
 
-// Those of the same name as `ops`.
+// Those of the lanes of `ops`.
 const SampleOps& sample_ops(const Ops& ops);
 
 // Draws tokens for whole passes. Owns the buffers between the phases of one; one call at a time.
