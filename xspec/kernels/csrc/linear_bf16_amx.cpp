@@ -33,11 +33,11 @@ struct Prefetch {
   int lines;
 };
 
-// For pass `group` of `groups` over a panel. Measured on Sapphire Rapids: a lone pass fetches a little ahead of
-// itself; several fetch the next panel between them, evenly.
-Prefetch prefetch_for(const char* panel, int64_t panel_bytes, int64_t group, int64_t groups) {
-  if (groups == 1) return {panel + 8192, kStepBytes / 64};
-  return {panel + panel_bytes + panel_bytes * group / groups, static_cast<int>(kStepBytes / 64 / groups)};
+// For pass `pass` of `passes` over a part of a panel. Measured on Sapphire Rapids: a lone pass fetches a little
+// ahead of itself; several fetch the next part between them, evenly.
+Prefetch prefetch_for(const char* part, int64_t part_bytes, int64_t pass, int64_t passes) {
+  if (passes == 1) return {part + 8192, kStepBytes / 64};
+  return {part + part_bytes + part_bytes * pass / passes, static_cast<int>(kStepBytes / 64 / passes)};
 }
 
 inline void fetch(Prefetch& next) {
@@ -45,16 +45,27 @@ inline void fetch(Prefetch& next) {
   next.at += next.lines * 64;
 }
 
-// sums [Tiles * 16, 32] = Tiles x 16 rows times one panel. Every sum is one chain over the inputs in order.
+// sums [Tiles * 16, 32] = Tiles x 16 rows times part of a panel, added to what is there unless it is the first
+// part. Every sum is one chain over the inputs in order.
 template <int Tiles>
-void multiply(const char* x, const char* second, int64_t stride, const char* panel, int64_t steps,
+void multiply(const char* x, const char* second, int64_t stride, const char* panel, int64_t steps, bool first,
               Prefetch next, float* sums) {
+  constexpr int64_t kSumBytes = kPanel * sizeof(float), kTileSums = kTileRows * kPanel;
   written();
-  _tile_zero(0);
-  _tile_zero(1);
-  if (Tiles == 2) {
-    _tile_zero(2);
-    _tile_zero(3);
+  if (first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (Tiles == 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, sums, kSumBytes);
+    _tile_loadd(1, sums + 16, kSumBytes);
+    if (Tiles == 2) {
+      _tile_loadd(2, sums + kTileSums, kSumBytes);
+      _tile_loadd(3, sums + kTileSums + 16, kSumBytes);
+    }
   }
   for (int64_t step = 0; step < steps; ++step, panel += kStepBytes, x += kTileBytes, second += kTileBytes) {
     _tile_loadd(6, panel, 128);
@@ -69,49 +80,70 @@ void multiply(const char* x, const char* second, int64_t stride, const char* pan
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  constexpr int64_t kSumBytes = kPanel * sizeof(float);
   _tile_stored(0, sums, kSumBytes);
   _tile_stored(1, sums + 16, kSumBytes);
   if (Tiles == 2) {
-    _tile_stored(2, sums + kTileRows * kPanel, kSumBytes);
-    _tile_stored(3, sums + kTileRows * kPanel + 16, kSumBytes);
+    _tile_stored(2, sums + kTileSums, kSumBytes);
+    _tile_stored(3, sums + kTileSums + 16, kSumBytes);
+  }
+}
+
+// The rows of a block as tiles of one height, 16 or all rows there are. The last one of all begins early enough
+// to be full: of what it shares with the one before, only the new rows are stored.
+struct Tiles {
+  int64_t start, end;  // rows of the block
+  int64_t latest;      // where a tile may begin at most
+
+  int64_t count() const { return (end - start + kTileRows - 1) / kTileRows; }
+  int64_t wanted(int64_t tile) const { return start + tile * kTileRows; }
+  int64_t begin(int64_t tile) const { return std::min(wanted(tile), latest); }
+};
+
+// sums [tiles * 16, 32] = the block times one panel. Where several passes read the panel it is taken in parts
+// that stay in the first-level cache.
+void multiply_block(const Tiles& tiles, const char* x, int64_t stride, const char* panel, int64_t steps,
+                    float* sums) {
+  constexpr int64_t kPartSteps = 6;
+  const int64_t count = tiles.count(), passes = (count + 1) / 2;
+  const int64_t parts = passes == 1 ? 1 : (steps + kPartSteps - 1) / kPartSteps;
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t from = steps * part / parts, size = steps * (part + 1) / parts - from;
+    const char* weights = panel + from * kStepBytes;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const Prefetch next = prefetch_for(weights, size * kStepBytes, pass, passes);
+      const int64_t tile = 2 * pass;
+      const char* first = x + tiles.begin(tile) * stride + from * kTileBytes;
+      const char* second = x + tiles.begin(tile + 1) * stride + from * kTileBytes;
+      const auto run = tile + 1 < count ? multiply<2> : multiply<1>;
+      run(first, second, stride, weights, size, part == 0, next, sums + tile * kTileRows * kPanel);
+    }
   }
 }
 
 }  // namespace
 
-// Tiles have the same height in the whole call: 16, or all rows. The last one of a block begins early enough
-// to be full, and of what it shares with the one before only the new rows are stored.
 void amx_linear_bf16(Worker& worker, const Linear& linear, const Rows& x, int64_t rows, bf16* y,
                      int64_t y_stride, const bf16* add, int64_t add_stride) {
   if (rows == 0) return;
   const Plan plan = plan_work(linear, rows, kGroup);
-  const int64_t steps = linear.in / 32, panel_bytes = linear.in * 64, stride = x.stride * 2;
   const int64_t height = std::min(rows, kTileRows);
   const Target to{y, y_stride, add, add_stride};
   const auto* values = reinterpret_cast<const char*>(x.values);
   Shares shares(plan, worker.count);
-  alignas(64) float sums[kGroup * kPanel];
+  alignas(64) float sums[kBlockRows * kPanel];
   shape_tiles(height);
   while (true) {
     const Range range = shares.take(worker.next());
     if (range.first >= range.last) break;
     for (int64_t unit = range.first; unit < range.last; ++unit) {
       const int64_t panel = unit % plan.panels, start = unit / plan.panels * plan.block;
-      const int64_t end = std::min(start + plan.block, rows);
-      const char* weights = static_cast<const char*>(linear.weights) + panel * panel_bytes;
-      const int64_t groups = (end - start + kGroup - 1) / kGroup;
-      for (int64_t row = start, group = 0; row < end; row += kGroup, ++group) {
-        const Prefetch next = prefetch_for(weights, panel_bytes, group, groups);
-        const int64_t at[2] = {std::min(row, rows - height), std::min(row + kTileRows, rows - height)};
-        const bool both = row + kTileRows < end;
-        const auto run = both ? multiply<2> : multiply<1>;
-        run(values + at[0] * stride, values + at[1] * stride, stride, weights, steps, next, sums);
-        finish(linear, sums + (row - at[0]) * kPanel, panel, row, std::min(end, row + kTileRows) - row, to);
-        if (!both) continue;
-        const int64_t then = row + kTileRows;
-        finish(linear, sums + (kTileRows + then - at[1]) * kPanel, panel, then,
-               std::min(end, then + kTileRows) - then, to);
+      const Tiles tiles{start, std::min(start + plan.block, rows), rows - height};
+      const char* weights = static_cast<const char*>(linear.weights) + panel * linear.in * 64;
+      multiply_block(tiles, values, x.stride * 2, weights, linear.in / 32, sums);
+      for (int64_t tile = 0; tile < tiles.count(); ++tile) {
+        const int64_t row = tiles.wanted(tile), skipped = row - tiles.begin(tile);
+        finish(linear, sums + (tile * kTileRows + skipped) * kPanel, panel, row,
+               std::min(tiles.end - row, kTileRows), to);
       }
     }
   }
