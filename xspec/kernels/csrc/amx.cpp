@@ -1,4 +1,4 @@
-// The table for machines with tiles (AMX with BF16: Sapphire Rapids and newer), which have all of AVX-512.
+// The table for machines with tiles (AMX with BF16 and INT8: Sapphire Rapids and newer), which have all of AVX-512.
 
 #include "attention.h"
 #include "linear.h"
@@ -11,7 +11,7 @@ namespace {
 
 void linear(Worker& worker, const Linear& linear, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
             const bf16* add, int64_t add_stride) {
-  const auto run = linear.format == Format::bf16 ? amx_linear_bf16 : avx512_linear_int;
+  const auto run = linear.format == Format::bf16 ? amx_linear_bf16 : amx_linear_int;
   run(worker, linear, x, rows, y, y_stride, add, add_stride);
 }
 

@@ -24,15 +24,15 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
 
-// AMX with BF16, and leave of the system to use its registers: Linux gives it to those who ask.
+// AMX with BF16 and INT8, and leave of the system to use its registers: Linux gives it to those who ask.
 bool has_amx() {
 #if defined(__linux__) && __GNUC__ >= 11
   constexpr long kAskForState = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;
-  constexpr unsigned kTilesAndBf16 = 1u << 24 | 1u << 22;
+  constexpr unsigned kAll = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, tiles, INT8
   unsigned a, b, c, d = 0;
   if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  if ((d & kTilesAndBf16) != kTilesAndBf16) return false;
+  if ((d & kAll) != kAll) return false;
   static const bool granted = syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
   return granted;
 #else

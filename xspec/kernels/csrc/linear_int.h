@@ -37,6 +37,8 @@ void portable_linear_int(Worker&, const Linear&, const Rows& x, int64_t rows, bf
 void portable_quantise(Worker&, const bf16* x, int64_t stride, int64_t rows, int64_t in, Quantised to);
 
 // Only in builds that have the instruction set.
+void amx_linear_int(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
+                    const bf16* add, int64_t add_stride);
 void avx512_linear_int(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
                        const bf16* add, int64_t add_stride);
 void avx512_quantise(Worker&, const bf16* x, int64_t stride, int64_t rows, int64_t in, Quantised to);

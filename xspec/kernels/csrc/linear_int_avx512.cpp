@@ -14,17 +14,10 @@ namespace {
 #include "linear_bf16_share.inc"
 #include "linear_int_share.inc"
 #include "linear_finish_avx512.inc"
+#include "linear_int_avx512.inc"
 
 constexpr int kGroup = 8;         // rows a kernel takes at most
 constexpr int64_t kAhead = 2048;  // bytes of weights prefetched ahead
-// Quantised rows of one kernel call, the first one's group 0.
-struct Lines {
-  const int8_t* q;
-  const float* scale;
-  const float* sum;
-  const int32_t* start;  // what dot products begin with; not read but for int8
-  int64_t in, groups;
-};
 
 struct Panel {
   const char* weights;
@@ -46,24 +39,6 @@ inline void load_steps(const char* from, int step, __m512i low[2], __m512i high[
       low[half] = _mm512_loadu_si512(from + step * 128 + half * 64);
       high[half] = _mm512_loadu_si512(from + (step + kIntSteps / 2) * 128 + half * 64);
     }
-  }
-}
-
-inline __m512 half_floats(const char* from) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-
-template <Format F>
-inline void load_scales(const char* from, int half, __m512& scale, __m512& minimum) {
-  if (F == Format::int8) {
-    scale = half_floats(from + half * 32);
-    minimum = _mm512_setzero_ps();
-  } else if (wide(F)) {
-    scale = _mm512_loadu_ps(from + half * 128);
-    minimum = _mm512_loadu_ps(from + half * 128 + 64);
-  } else {
-    scale = half_floats(from + half * 64);
-    minimum = half_floats(from + half * 64 + 32);
   }
 }
 
@@ -170,21 +145,6 @@ void quantise_row(const bf16* x, int64_t groups, int8_t* q, float* scale, float*
     const int total = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
     sum[group] = scale[group] * static_cast<float>(total);
   }
-}
-
-// -128 * sum of q of each row and group: with it a product with q is one with q - 128. Exact, since a sum of
-// q is a small whole number; 0 where the scale is.
-const int32_t* starts(Worker& worker, const Rows& x, int64_t count) {
-  auto* to = static_cast<int32_t*>(worker.scratch(static_cast<size_t>((count + 15) / 16 * 64)));
-  for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 lanes = first_lanes(count - i);
-    const __m512 scale = _mm512_maskz_loadu_ps(lanes, x.scale + i);
-    const __mmask16 some = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-    const __m512 total = _mm512_maskz_div_ps(some, _mm512_maskz_loadu_ps(lanes, x.sum + i), scale);
-    const __m512i negative = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtps_epi32(total));
-    _mm512_store_si512(to + i, _mm512_slli_epi32(negative, 7));
-  }
-  return to;
 }
 
 const Multiply* kernels_of(Format format) {
