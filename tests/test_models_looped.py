@@ -88,6 +88,9 @@ class AtDepth:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.target.embed(tokens)
 
+    def embedding(self) -> torch.Tensor | None:
+        return self.target.embedding()
+
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.target.head_rows(ids)
 

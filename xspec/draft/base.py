@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from xspec.draft.heads import selected_probability
+from xspec.kernels.rounds import DraftRows
 from xspec.kv.layout import Planes
 from xspec.models.base import Hidden
 from xspec.nn.inputs import ForwardInputs
@@ -66,6 +67,14 @@ class DraftMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class GreedyRows:
+    """The lanes as the device's kernels know them, where every draft is the likeliest token."""
+
+    rows: DraftRows
+    pages: int  # granted to a lane at most
+
+
+@dataclass(frozen=True, slots=True)
 class DraftContext:
     """What drafting may look at: R lanes of device rows, padded lanes last (device row 0).
 
@@ -88,6 +97,7 @@ class DraftContext:
     """probability(logits [R, D], columns [R]) -> [R] float32: the softmax probability of what was picked."""
     sampled: torch.Tensor | None = None  # [R] bool: lanes whose target draws with a temperature; None: none
     loops: LoopWork = NO_LOOPS
+    greedy: GreedyRows | None = None  # for kernels that draft in one call; None: `pick` may draw noise
 
 
 @dataclass(frozen=True, slots=True)

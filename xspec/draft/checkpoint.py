@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xspec.errors import CheckpointError, UnsupportedError
-from xspec.kernels.base import Kernels
+from xspec.kernels.base import Kernels, PackedLinear
 from xspec.kernels.quantised import quantise
 from xspec.models.base import Target, TargetSpec
 from xspec.models.checkpoint import Checkpoint
@@ -127,6 +127,7 @@ class DraftHead:
 
     logits: Callable[[torch.Tensor], torch.Tensor]  # [N, hidden] after the drafter's norm -> [N, D]
     ids: torch.Tensor | None = None
+    packed: PackedLinear | None = None  # `logits`, where it is a linear of the drafter's own
 
     def tokens(self, columns: torch.Tensor) -> torch.Tensor:
         """Target ids of picked columns."""
@@ -147,7 +148,7 @@ def share_head(
     ids = ids.to(device)
     rows = target.head_rows(ids)
     packed = kernels.pack_blocks(quantise(rows, 8)) if quantised else kernels.pack_linear(rows)
-    return DraftHead(packed, ids)
+    return DraftHead(packed, ids, packed)
 
 
 def _integers(checkpoint: Checkpoint, name: str, size: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from xspec.draft.checkpoint import DraftHead, check_against_target, read_draft_v
 from xspec.draft.mtp_config import HiddenState, MtpConfig, open_mtp
 from xspec.errors import ConfigError
 from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
-from xspec.kernels.rounds import FusedCarry
+from xspec.kernels.rounds import FusedCarry, FusedSteps, StepParts
 from xspec.kv.layout import Planes
 from xspec.models.base import Hidden, Target
 from xspec.models.blocks import LayerBuilder
@@ -65,7 +65,9 @@ class MtpDrafter:
         target: Target,
         head: DraftHead,
         steps: int,
+        fused: FusedSteps | None = None,
     ) -> None:
+        """`fused`: all steps in one call, from the same weights."""
         layer = config.layer
         self.spec = DrafterSpec(
             name="mtp",
@@ -73,7 +75,7 @@ class MtpDrafter:
             planes=Planes(1, layer.kv_heads, layer.head_dim, page_state=layer.hidden_size),
         )
         self._config, self._module = config, module
-        self._target, self._head = target, head
+        self._target, self._head, self._fused = target, head, fused
         self._context: _Context | None = None
 
     @classmethod
@@ -108,7 +110,8 @@ class MtpDrafter:
         finally:
             checkpoint.close()
         head = share_head(target, kernels, ids, device, quantised=quantization != "none")
-        return cls(config, module, target, head, steps)
+        fused = _fuse(config, module, kernels, target, head)
+        return cls(config, module, target, head, steps, fused)
 
     def attach(self, memory: DraftMemory) -> None:
         (slab,) = memory.slabs
@@ -124,7 +127,9 @@ class MtpDrafter:
 
     def draft(self, context: DraftContext, steps: int) -> Draft:
         """Step j runs the pair of the newest token and its hidden state at position p + j - 1."""
-        own, module = self._attached(), self._module
+        own, module, fused, greedy = self._attached(), self._module, self._fused, context.greedy
+        if fused is not None and greedy is not None and fused.takes(greedy.rows, own.slab):
+            return Draft(*fused(greedy.rows, greedy.pages, own.boundary, own.slab, steps))
         tokens, hidden = context.last_tokens, own.boundary[context.rows]
         picked, signals = [], []
         for step in range(steps):
@@ -186,6 +191,19 @@ def _build(config: MtpConfig, build: LayerBuilder) -> MtpModule:
         join=build.linear((LinearPart(names.join, hidden, False),), 2 * hidden),
         layers=LayerStack(build.kernels, shape, layers, norm, rope),
         carry=build.kernels.fuse_carry(),
+    )
+
+
+def _fuse(
+    config: MtpConfig, module: MtpModule, kernels: Kernels, target: Target, head: DraftHead
+) -> FusedSteps | None:
+    embedding, layers = target.embedding(), module.layers.fused
+    if embedding is None or layers is None or head.packed is None:
+        return None
+    normed = config.step_hidden is HiddenState.NORMED
+    pair_norm = module.pair_norm.weights
+    return kernels.fuse_steps(
+        StepParts(embedding, pair_norm, module.join, layers, head.packed, head.ids, normed)
     )
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from xspec.core.round import PADDING_ROW
-from xspec.draft.base import NO_LOOPS, Draft, DraftContext, Drafter, LoopWork
+from xspec.draft.base import NO_LOOPS, Draft, DraftContext, Drafter, GreedyRows, LoopWork
 from xspec.exec.flat_rows import draft_rows, verify_rows
 from xspec.exec.passes import TargetPasses
 from xspec.exec.rows import DeviceRows
@@ -25,6 +25,10 @@ from xspec.nn.inputs import ForwardInputs, Segment
 
 class Pick(Protocol):
     """How tokens are picked from a drafter's logits (`exec.pick.Picker`)."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it is always the likeliest token."""
 
     def __call__(
         self,
@@ -79,15 +83,19 @@ class DraftCall:
             probability=self._pick.probability,
             sampled=self._pick.sampled(row_ids),
             loops=self._loops,
+            greedy=GreedyRows(self._inputs_of, _widest(self._segments_of(1))) if self._pick.greedy else None,
         )
         return self._drafter.draft(context, self._steps)
 
     def _inputs(self, offset: int, width: int, causal: bool) -> ForwardInputs:
+        segments = self._segments_of(width)
+        return self._inputs_of(offset, width, causal, _widest(segments), segments)
+
+    def _segments_of(self, width: int) -> tuple[Segment, ...]:
         if width not in self._segments:
             lanes = len(self._row_ids.tensor)
             self._segments[width] = decode_segments(self._pages, lanes, width, self._rows.block_size)
-        segments = self._segments[width]
-        return self._inputs_of(offset, width, causal, _widest(segments), segments)
+        return self._segments[width]
 
 
 @dataclass(frozen=True, slots=True)

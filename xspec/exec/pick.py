@@ -19,6 +19,10 @@ class Picker:
     def __init__(self, sampling: SamplingState, *, probabilistic: bool) -> None:
         self._sampling, self._probabilistic = sampling, probabilistic
 
+    @property
+    def greedy(self) -> bool:
+        return not self._probabilistic
+
     def sampled(self, rows: torch.Tensor) -> torch.Tensor:
         """Device rows [R] -> [R] bool: whether their target draws with a temperature."""
         return self._sampling.sampled(rows)

@@ -13,7 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from xspec.kernels.quantised import Blocks
-    from xspec.kernels.rounds import FusedCarry, FusedDraws, FusedRows, RowTable
+    from xspec.kernels.rounds import FusedCarry, FusedDraws, FusedRows, FusedSteps, RowTable, StepParts
     from xspec.nn.inputs import ForwardInputs
 
 
@@ -165,6 +165,9 @@ class Kernels(Protocol):
 
     def fuse_carry(self) -> FusedCarry | None:
         """What a drafter with boundary states carries on after a pass, in one call; None: torch does it."""
+
+    def fuse_steps(self, parts: StepParts) -> FusedSteps | None:
+        """Draft steps of multi-token prediction in one call; None where this device runs them op by op."""
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
         """Why a row's result may depend, in its last bits, on the rows beside it; empty: it never does.

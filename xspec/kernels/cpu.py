@@ -19,7 +19,7 @@ from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, Packed
 
 if TYPE_CHECKING:
     from xspec.kernels.quantised import Blocks
-    from xspec.kernels.rounds import RowTable
+    from xspec.kernels.rounds import RowTable, StepParts
     from xspec.nn.inputs import ForwardInputs, Segment
 
 TILE_ROWS = 64
@@ -242,6 +242,9 @@ class CpuKernels:
         return None
 
     def fuse_carry(self) -> None:
+        return None
+
+    def fuse_steps(self, parts: StepParts) -> None:
         return None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:

@@ -28,12 +28,13 @@ from xspec.kernels.native_calls import rms_norm, store_kv
 from xspec.kernels.native_draws import NativeDraws
 from xspec.kernels.native_layers import NativeLayers, layers_fit
 from xspec.kernels.native_linear import BF16, UNIT, NativeLinear
+from xspec.kernels.native_mtp import NativeSteps, steps_fit
 from xspec.kernels.native_ops import register_ops
 from xspec.kernels.native_rows import NativeCarry, NativeRows
 
 if TYPE_CHECKING:
     from xspec.kernels.quantised import Blocks
-    from xspec.kernels.rounds import RowTable
+    from xspec.kernels.rounds import RowTable, StepParts
     from xspec.nn.inputs import ForwardInputs
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,9 @@ class NativeKernels:
 
     def fuse_carry(self) -> NativeCarry:
         return NativeCarry(self._team.library)
+
+    def fuse_steps(self, parts: StepParts) -> NativeSteps | None:
+        return NativeSteps(self._team, parts) if steps_fit(parts) else None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
         reasons = list(self._gaps)

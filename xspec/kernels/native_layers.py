@@ -72,8 +72,8 @@ class NativeLayers:
         check(
             c.xs_stack_create(ctypes.byref(own), each, len(layers), ctypes.byref(handle)), "xs_stack_create"
         )
-        self._handle = handle.value
-        weakref.finalize(self, c.xs_stack_destroy, self._handle).atexit = False
+        self.handle = handle.value
+        weakref.finalize(self, c.xs_stack_destroy, self.handle).atexit = False
         self._slabs: tuple[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] | None = None
 
     def takes(self, slab: torch.Tensor) -> bool:
@@ -146,7 +146,7 @@ class NativeLayers:
             finite=inputs.guesses,
         )
         c = self._team.library.c
-        check(c.xs_stack_forward(self._team.handle, self._handle, ctypes.byref(step)), "xs_stack_forward")
+        check(c.xs_stack_forward(self._team.handle, self.handle, ctypes.byref(step)), "xs_stack_forward")
 
     def publish(
         self, residual: torch.Tensor, positions: torch.Tensor, slab: torch.Tensor, slots: torch.Tensor
@@ -162,7 +162,7 @@ class NativeLayers:
             block=slab.shape[2],
         )
         c = self._team.library.c
-        check(c.xs_stack_publish(self._team.handle, self._handle, ctypes.byref(step)), "xs_stack_publish")
+        check(c.xs_stack_publish(self._team.handle, self.handle, ctypes.byref(step)), "xs_stack_publish")
 
     def _layer(self, layer: LayerWeights) -> CLayer:
         head_norm, behind = layer.head_norm, layer.output_norms

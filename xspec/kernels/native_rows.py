@@ -218,21 +218,30 @@ class NativeDraftRows:
     """Implements `rounds.DraftRows`: buffers for every kind of pass that was asked for once."""
 
     def __init__(self, c: ctypes.CDLL, table: CRowTable, tensors: RowTable, row_ids: torch.Tensor) -> None:
-        self._c, self._table, self._tensors, self._row_ids = c, table, tensors, row_ids
+        self._c, self._tensors, self._row_ids = c, tensors, row_ids
+        self.table = table
         self._kinds: dict[tuple[int, int, bool], tuple[CPassRows, ForwardInputs]] = {}
 
     def __call__(
         self, offset: int, width: int, causal: bool, pages: int, segments: tuple[Segment, ...]
     ) -> ForwardInputs:
         kind = (offset, width, causal)
-        if kind not in self._kinds:
-            self._kinds[kind] = _pass_rows(self._tensors, self._row_ids, width, len(self._row_ids) * width)
-        step, inputs = self._kinds[kind]
-        check(self._c.xs_decode_rows(self._table, step, pages, offset, causal), "xs_decode_rows")
+        step, inputs = self._buffers(kind)
+        check(self._c.xs_decode_rows(self.table, step, pages, offset, causal), "xs_decode_rows")
         if segments != inputs.segments:
             inputs = _with(inputs, segments, None, True)
             self._kinds[kind] = (step, inputs)
         return inputs
+
+    def one_a_lane(self) -> CPassRows:
+        """Buffers of a pass over one row of each lane, for native code to fill; until the next call."""
+        return self._buffers((0, 1, True))[0]
+
+    def _buffers(self, kind: tuple[int, int, bool]) -> tuple[CPassRows, ForwardInputs]:
+        if kind not in self._kinds:
+            width = kind[1]
+            self._kinds[kind] = _pass_rows(self._tensors, self._row_ids, width, len(self._row_ids) * width)
+        return self._kinds[kind]
 
 
 class NativeVerifyRows:

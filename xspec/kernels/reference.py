@@ -15,7 +15,7 @@ from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, Rotary
 from xspec.kernels.quantised import Blocks, ReferenceBlocks
 
 if TYPE_CHECKING:
-    from xspec.kernels.rounds import RowTable
+    from xspec.kernels.rounds import RowTable, StepParts
     from xspec.nn.inputs import ForwardInputs
 
 
@@ -93,6 +93,9 @@ class ReferenceKernels:
         return None
 
     def fuse_carry(self) -> None:
+        return None
+
+    def fuse_steps(self, parts: StepParts) -> None:
         return None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from xspec.kernels.base import FusedLayers, NormWeights, PackedLinear
 from xspec.nn.inputs import ForwardInputs, Segment
 
 NO_TOKEN = -1
@@ -172,6 +173,35 @@ class FusedDraws(Protocol):
 
     def selected_probability(self, logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Softmax probability of columns [N] -> [N] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a step of multi-token prediction is made of (`draft.mtp`), as packed by the same kernels."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    pair_norm: NormWeights  # [2, hidden]
+    join: PackedLinear
+    layers: FusedLayers  # of one layer, with its norm
+    head: PackedLinear
+    ids: torch.Tensor | None  # [D] token of each column; None: the column
+    of_normed: bool  # whether the state behind the norm goes on to the next step, or the one before it
+
+
+class FusedSteps(Protocol):
+    """Drafting by multi-token prediction: every step picks the likeliest token."""
+
+    def takes(self, rows: DraftRows, slab: torch.Tensor) -> bool:
+        """Whether it knows such rows and reads pages as they lie in `slab`."""
+
+    def __call__(
+        self, rows: DraftRows, pages: int, boundary: torch.Tensor, slab: torch.Tensor, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [L, steps] int64 and the softmax probability of each, float32.
+
+        `rows` of L lanes, whose tables are granted `pages` pages at most; boundary [table rows, hidden]: the
+        states before their last tokens. Writes the K/V of the steps into `slab`.
+        """
 
 
 class FusedCarry(Protocol):

@@ -63,6 +63,9 @@ class Target(Protocol):
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[N] int64 -> [N, hidden], for drafters that share the embedding."""
 
+    def embedding(self) -> torch.Tensor | None:
+        """[vocab, hidden] of which `embed` looks up rows and no more; None where it does something else."""
+
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Head weights [D, hidden] of token ids [D], for drafters that share (part of) the head."""
 

@@ -66,6 +66,9 @@ class Decoder:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._embedding(tokens)
 
+    def embedding(self) -> torch.Tensor | None:
+        return self._embedding.table
+
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return rows_of_head(self._head, ids, self.spec.hidden_size, self._dtype)
 

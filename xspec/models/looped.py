@@ -171,6 +171,9 @@ class LoopedDecoder:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._parts.embedding(tokens)
 
+    def embedding(self) -> torch.Tensor | None:
+        return self._parts.embedding.table
+
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return rows_of_head(self._parts.head, ids, self.spec.hidden_size, self._dtype)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from xspec.kernels.base import AttentionShape, Kernels, LayerWeights, OutputNorms, PagedAttention
+from xspec.kernels.base import AttentionShape, FusedLayers, Kernels, LayerWeights, OutputNorms, PagedAttention
 from xspec.nn.attention import GroupedAttention
 from xspec.nn.inputs import ForwardInputs
 from xspec.nn.mlp import SwiGLU
@@ -135,6 +135,11 @@ class LayerStack:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    @property
+    def fused(self) -> FusedLayers | None:
+        """The layers as the device runs them in one call, for those who put more into it."""
+        return self._fused
 
     def prepare(self, inputs: ForwardInputs, slab: torch.Tensor) -> Prepared | None:
         """Once for all runs over these rows; `slab` is any plane. None: a run is one call of the device."""

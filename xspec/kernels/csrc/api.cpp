@@ -9,6 +9,7 @@
 #include <new>
 
 #include "api.h"
+#include "api_stack.h"
 #include "attention.h"
 #include "cache.h"
 #include "linear.h"
@@ -26,61 +27,6 @@ using xs::kNoMemory;
 using xs::kOk;
 
 constexpr int32_t kVersion = 3;
-
-bool fits(const xs::Cache& cache) {
-  return cache.slab != nullptr && cache.pages > 0 && cache.block > 0 && cache.block % 16 == 0 &&
-         cache.kv_heads > 0 && cache.dim > 0 && cache.dim % 32 == 0 && cache.dim <= xs::kMaxHeadDim;
-}
-
-bool fits(const xs::Linear& linear) {
-  const bool known = linear.format == xs::Format::bf16 || linear.scales != nullptr;
-  return linear.weights != nullptr && known && linear.out > 0 && linear.in > 0 && linear.in % 32 == 0 &&
-         linear.out % (linear.gated ? 2 : 1) == 0;
-}
-
-}  // namespace
-
-struct XsStack {
-  XsStack(const xs::StackShape& shape, const xs::Layer* layers, int64_t count)
-      : stack(shape, layers, count), cache{nullptr, 0, 0, shape.kv_heads, shape.dim}, layers(count),
-        normed(shape.final_norm != nullptr), attended(2 * shape.heads * shape.dim),
-        products(layers->qkv.out * layers->qkv.in + layers->output.out * layers->output.in +
-                 layers->gate_up.out * layers->gate_up.in + layers->down.out * layers->down.in) {}
-
-  xs::Stack stack;
-  const xs::Cache cache;
-  const int64_t layers;
-  const bool normed;
-  const int64_t attended;  // products of a row and key in a layer's attention
-  const int64_t products;  // of a row in a layer's linears
-};
-
-namespace {
-
-bool fits(const XsStack& stack, const xs::Pass& pass, int64_t layers) {
-  xs::Cache cache = stack.cache;
-  cache.pages = pass.pages;
-  cache.block = pass.block;
-  if (pass.rows < 0 || pass.residual == nullptr || pass.slabs == nullptr || pass.slots == nullptr ||
-      pass.positions == nullptr) {
-    return false;
-  }
-  return std::all_of(pass.slabs, pass.slabs + layers, [&](bf16* slab) {
-    cache.slab = slab;
-    return fits(cache);
-  });
-}
-
-// Whether a layer is through before other threads would pay for their barriers. Measured: with layers of 442
-// thousand products (0.03 ms a row) two threads break even at about 3 rows, and lose where a core is busy.
-bool light(const XsStack& stack, const xs::Pass& pass) {
-  constexpr int64_t kMost = 1 << 20;
-  int64_t products = pass.rows * stack.products;
-  for (int64_t row = 0; row < pass.rows && products <= kMost; ++row) {
-    products += pass.kv_lens[row] * stack.attended;
-  }
-  return products <= kMost;
-}
 
 }  // namespace
 
@@ -162,26 +108,7 @@ XS_API int32_t xs_linear(XsTeam* team, const xs::Linear* linear, const bf16* x, 
                          int64_t rows, bf16* y, int64_t y_stride, const bf16* add, int64_t add_stride) {
   if (rows == 0) return kOk;
   if (linear == nullptr || !fits(*linear) || x == nullptr || y == nullptr || rows < 0) return kInvalid;
-  return guarded(team, [&] {
-    xs::Rows in;
-    in.values = x;
-    in.stride = x_stride;
-    xs::Quantised to{};
-    const bool quantise = linear->format != xs::Format::bf16;
-    if (quantise) {
-      to = team->quantised(rows, linear->in);
-      in.q = to.q;
-      in.scale = to.scale;
-      in.sum = to.sum;
-    }
-    team->team.run([&](xs::Worker& worker) {
-      if (quantise) {
-        team->ops.quantise(worker, x, x_stride, rows, linear->in, to);
-        worker.barrier();
-      }
-      team->ops.linear(worker, *linear, in, rows, y, y_stride, add, add_stride);
-    });
-  });
+  return guarded(team, [&] { run_linear(*team, *linear, x, x_stride, rows, y, y_stride, add, add_stride); });
 }
 
 // x, y [rows, heads, cols]; weight [heads, cols].
@@ -189,15 +116,7 @@ XS_API int32_t xs_rms_norm(XsTeam* team, const bf16* x, const bf16* weight, floa
                            int64_t heads, int64_t cols) {
   if (rows == 0) return kOk;
   if (x == nullptr || weight == nullptr || y == nullptr || rows < 0 || heads < 1 || cols < 1) return kInvalid;
-  return guarded(team, [&] {
-    team->hands(rows * heads * cols).run([&](xs::Worker& worker) {
-      const int64_t stride = heads * cols;
-      for (int64_t at = 0; at < stride; at += cols) {
-        team->ops.rms_norm(worker, x + at, stride, weight + at, eps, y + at, stride, rows, cols);
-        if (at + cols < stride) worker.barrier();
-      }
-    });
-  });
+  return guarded(team, [&] { run_norm(*team, x, weight, eps, y, rows, heads, cols); });
 }
 
 XS_API int32_t xs_rope_store(XsTeam* team, const xs::RopeStore* step) {
@@ -281,9 +200,7 @@ XS_API int32_t xs_stack_forward(XsTeam* team, XsStack* stack, const xs::Pass* pa
       pass->page_table == nullptr) {
     return kInvalid;
   }
-  return guarded(team, [&] {
-    stack->stack.forward(light(*stack, *pass) ? team->solo : team->team, team->ops, *pass);
-  });
+  return guarded(team, [&] { stack->forward(*team, *pass); });
 }
 
 // Stores the first layer's keys and values of the rows and does nothing else; see Stack::publish.

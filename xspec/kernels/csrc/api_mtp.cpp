@@ -1,0 +1,180 @@
+// The C interface of drafting in one call; native_mtp.py is its other side.
+
+#include <cstring>
+#include <vector>
+
+#include "api.h"
+#include "api_stack.h"
+#include "mtp.h"
+#include "sample.h"
+
+namespace {
+
+using xs::bf16;
+
+constexpr int64_t kLine = 32;  // bf16 numbers of a cache line
+
+// Buffers between the ops, 64-byte aligned, of as many lanes as there ever were.
+class Buffers {
+ public:
+  void reserve(int64_t lanes, int64_t hidden, int64_t columns) {
+    const int64_t wide = (hidden + kLine - 1) / kLine * kLine, logit = (columns + kLine - 1) / kLine * kLine;
+    const size_t size = static_cast<size_t>(lanes * (7 * wide + logit) + kLine);
+    if (memory_.size() < size) memory_.resize(size);
+    bf16* at = reinterpret_cast<bf16*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
+    const auto take = [&](int64_t count) {
+      bf16* part = at;
+      at += lanes * count;
+      return part;
+    };
+    pair = take(2 * wide);
+    normed_pair = take(2 * wide);
+    joined = take(wide);
+    residual = take(wide);
+    normed = take(wide);
+    logits = take(logit);
+    columns_of.resize(static_cast<size_t>(lanes));
+    probability.resize(static_cast<size_t>(lanes));
+  }
+
+  bf16 *pair, *normed_pair;  // [lanes, 2, hidden]
+  bf16 *joined, *residual, *normed;  // [lanes, hidden]
+  bf16* logits;  // [lanes, columns]
+  std::vector<int64_t> columns_of;
+  std::vector<float> probability;
+
+ private:
+  std::vector<bf16> memory_;
+};
+
+}  // namespace
+
+struct XsMtp {
+  XsMtp(const xs::MtpParts& parts, XsStack& stack) : parts(parts), stack(stack) {}
+
+  // False: a token is none of the vocabulary.
+  bool draft(XsTeam& team, const xs::RowTable& table, const xs::MtpDraft& draft) {
+    own.reserve(draft.rows.lanes, stack.hidden, parts.head.out);
+    for (int64_t step = 0; step < draft.steps; ++step) {
+      xs::decode_rows(table, draft.rows, draft.pages, step, true);
+      if (!pairs(table, draft, step)) return false;
+      run(team, draft, table.table_stride);
+      pick(team, draft, step);
+    }
+    return true;
+  }
+
+  // [embedding of the newest token; the state before it] of each lane.
+  bool pairs(const xs::RowTable& table, const xs::MtpDraft& draft, int64_t step) {
+    const int64_t hidden = stack.hidden;
+    const size_t bytes = static_cast<size_t>(hidden) * sizeof(bf16);
+    const bf16* before = parts.of_normed != 0 ? own.normed : own.residual;
+    for (int64_t lane = 0; lane < draft.rows.lanes; ++lane) {
+      const int64_t row = draft.rows.row_ids[lane];
+      const int64_t token = step == 0 ? table.last_token[row] : draft.tokens[lane * draft.steps + step - 1];
+      if (token < 0 || token >= parts.vocab) return false;
+      bf16* to = own.pair + lane * 2 * hidden;
+      std::memcpy(to, parts.embedding + token * hidden, bytes);
+      std::memcpy(to + hidden, step == 0 ? draft.boundary + row * hidden : before + lane * hidden, bytes);
+    }
+    return true;
+  }
+
+  // From the pairs to logits.
+  void run(XsTeam& team, const xs::MtpDraft& draft, int64_t table_stride) {
+    const int64_t hidden = stack.hidden, lanes = draft.rows.lanes, columns = parts.head.out;
+    run_norm(team, own.pair, parts.pair_norm, parts.eps, own.normed_pair, lanes, 2, hidden);
+    run_linear(team, parts.join, own.normed_pair, 2 * hidden, lanes, own.joined, hidden, nullptr, 0);
+    bf16* slab = draft.slab;
+    bf16* outputs[1] = {own.residual};
+    xs::Pass pass{};
+    pass.rows = lanes;
+    pass.loops = 1;
+    pass.residual = own.joined;
+    pass.outputs = outputs;
+    pass.normed = own.normed;
+    pass.positions = draft.rows.positions;
+    pass.slots = draft.rows.slots;
+    pass.sequences = draft.rows.sequences;
+    pass.kv_lens = draft.rows.kv_lens;
+    pass.page_table = draft.rows.page_table;
+    pass.table_stride = table_stride;
+    pass.slabs = &slab;
+    pass.pages = draft.slab_pages;
+    pass.block = draft.block;
+    pass.finite = 1;
+    stack.forward(team, pass);
+    run_linear(team, parts.head, own.normed, hidden, lanes, own.logits, columns, nullptr, 0);
+  }
+
+  void pick(XsTeam& team, const xs::MtpDraft& draft, int64_t step) {
+    const int64_t lanes = draft.rows.lanes, columns = parts.head.out;
+    xs::Draw greedy{};
+    greedy.noise.rows = lanes;
+    greedy.noise.cols = columns;
+    greedy.logits = own.logits;
+    greedy.stride = columns;
+    greedy.columns = own.columns_of.data();
+    team.sampler.draw(team.team, team.ops, greedy);
+    team.sampler.probability(team.team, team.ops, own.logits, columns, lanes, columns, greedy.columns,
+                             own.probability.data());
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const int64_t column = own.columns_of[lane], at = lane * draft.steps + step;
+      draft.tokens[at] = parts.ids == nullptr ? column : parts.ids[column];
+      draft.signals[at] = own.probability[lane];
+    }
+  }
+
+  const xs::MtpParts parts;
+  XsStack& stack;
+  Buffers own;
+};
+
+XS_API void xs_mtp_struct_sizes(int64_t sizes[2]) {
+  sizes[0] = sizeof(xs::MtpParts);
+  sizes[1] = sizeof(xs::MtpDraft);
+}
+
+// The stack and the weights that parts name must outlive it.
+XS_API int32_t xs_mtp_create(const xs::MtpParts* parts, XsStack* stack, XsMtp** mtp) {
+  if (parts == nullptr || stack == nullptr || mtp == nullptr || stack->layers != 1 || !stack->normed) {
+    return xs::kInvalid;
+  }
+  const int64_t hidden = stack->hidden;
+  if (parts->embedding == nullptr || parts->vocab < 1 || parts->pair_norm == nullptr) return xs::kInvalid;
+  if (!fits(parts->join) || parts->join.in != 2 * hidden || parts->join.out != hidden) return xs::kInvalid;
+  if (!fits(parts->head) || parts->head.in != hidden || parts->join.gated || parts->head.gated) {
+    return xs::kInvalid;
+  }
+  try {
+    *mtp = new XsMtp(*parts, *stack);
+    return xs::kOk;
+  } catch (...) {
+    return xs::kNoMemory;
+  }
+}
+
+XS_API void xs_mtp_destroy(XsMtp* mtp) { delete mtp; }
+
+XS_API int32_t xs_mtp_draft(XsTeam* team, XsMtp* mtp, const xs::RowTable* table, const xs::MtpDraft* draft) {
+  if (mtp == nullptr || table == nullptr || draft == nullptr || table->block < 1 || draft->steps < 1) {
+    return xs::kInvalid;
+  }
+  const xs::PassRows& rows = draft->rows;
+  if (rows.lanes < 1 || rows.width != 1 || rows.rows != rows.lanes || rows.row_ids == nullptr ||
+      draft->pages < 0 || draft->pages > table->table_stride || draft->boundary == nullptr ||
+      draft->tokens == nullptr || draft->signals == nullptr) {
+    return xs::kInvalid;
+  }
+  for (int64_t lane = 0; lane < rows.lanes; ++lane) {
+    if (rows.row_ids[lane] < 0 || rows.row_ids[lane] >= table->rows) return xs::kInvalid;
+  }
+  xs::Cache cache = mtp->stack.cache;
+  cache.slab = draft->slab;
+  cache.pages = draft->slab_pages;
+  cache.block = draft->block;
+  if (!fits(cache)) return xs::kInvalid;
+  bool known = true;
+  const int32_t status = guarded(team, [&] { known = mtp->draft(*team, *table, *draft); });
+  return status == xs::kOk && !known ? static_cast<int32_t>(xs::kInvalid) : status;
+}

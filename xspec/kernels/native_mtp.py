@@ -1,0 +1,136 @@
+"""All draft steps of multi-token prediction as one call of the native library (rounds.FusedSteps).
+
+The other side of csrc/api_mtp.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from xspec.errors import EngineError
+from xspec.kernels.native import CLinear, Team, check
+from xspec.kernels.native_attention import pages_fit
+from xspec.kernels.native_layers import NativeLayers
+from xspec.kernels.native_linear import BF16, NativeLinear
+from xspec.kernels.native_rows import CPassRows, CRowTable, NativeDraftRows
+from xspec.kernels.rounds import DraftRows, StepParts
+
+_I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class CMtpParts(ctypes.Structure):
+    _fields_ = [
+        ("embedding", _PTR),
+        ("vocab", _I64),
+        ("pair_norm", _PTR),
+        ("eps", _F32),
+        ("join", CLinear),
+        ("head", CLinear),
+        ("ids", _PTR),
+        ("of_normed", _I32),
+    ]
+
+
+class CMtpDraft(ctypes.Structure):
+    _fields_ = [
+        ("rows", CPassRows),
+        ("pages", _I64),
+        ("boundary", _PTR),
+        ("slab", _PTR),
+        ("slab_pages", _I64),
+        ("block", _I64),
+        ("steps", _I64),
+        ("tokens", _PTR),
+        ("signals", _PTR),
+    ]
+
+
+_PROTOTYPES: dict[str, Sequence[type]] = {
+    "xs_mtp_create": (ctypes.POINTER(CMtpParts), _PTR, ctypes.POINTER(_PTR)),
+    "xs_mtp_draft": (_PTR, _PTR, ctypes.POINTER(CRowTable), ctypes.POINTER(CMtpDraft)),
+}
+
+
+def steps_fit(parts: StepParts) -> bool:
+    """Whether `NativeSteps` can run them."""
+    linears = (parts.join, parts.head)
+    dense = (parts.embedding, parts.pair_norm.weight)
+    return (
+        isinstance(parts.layers, NativeLayers)
+        and all(isinstance(linear, NativeLinear) for linear in linears)
+        and all(tensor.dtype is BF16 and tensor.is_contiguous() for tensor in dense)
+    )
+
+
+class NativeSteps:
+    """Implements `rounds.FusedSteps`."""
+
+    def __init__(self, team: Team, parts: StepParts) -> None:
+        join, head = parts.join, parts.head
+        assert isinstance(join, NativeLinear) and isinstance(head, NativeLinear)
+        assert isinstance(parts.layers, NativeLayers)
+        self._team, self._c, self._parts = team, _declare(team), parts
+        own = CMtpParts(
+            embedding=parts.embedding.data_ptr(),
+            vocab=len(parts.embedding),
+            pair_norm=parts.pair_norm.weight.data_ptr(),
+            eps=parts.pair_norm.eps,
+            join=join.struct,
+            head=head.struct,
+            ids=None if parts.ids is None else parts.ids.data_ptr(),
+            of_normed=parts.of_normed,
+        )
+        handle = ctypes.c_void_p()
+        status = self._c.xs_mtp_create(ctypes.byref(own), parts.layers.handle, ctypes.byref(handle))
+        check(status, "xs_mtp_create")
+        self._handle = handle.value
+        weakref.finalize(self, self._c.xs_mtp_destroy, self._handle).atexit = False
+
+    def takes(self, rows: DraftRows, slab: torch.Tensor) -> bool:
+        return isinstance(rows, NativeDraftRows) and pages_fit(slab.shape[2], slab.shape[3], slab.dtype)
+
+    def __call__(
+        self, rows: DraftRows, pages: int, boundary: torch.Tensor, slab: torch.Tensor, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(rows, NativeDraftRows):
+            raise TypeError(f"{type(rows).__name__} are not the rows of these kernels")
+        if boundary.shape[1] != self._parts.embedding.shape[1] or boundary.dtype is not BF16:
+            raise ValueError(f"states {list(boundary.shape)} {boundary.dtype} do not fit the drafter")
+        table, one = rows.table, rows.one_a_lane()
+        tokens = torch.empty(one.lanes, steps, dtype=torch.int64)
+        signals = torch.empty(one.lanes, steps)
+        draft = CMtpDraft(
+            rows=one,
+            pages=pages,
+            boundary=boundary.data_ptr(),
+            slab=slab.data_ptr(),
+            slab_pages=slab.shape[1],
+            block=slab.shape[2],
+            steps=steps,
+            tokens=tokens.data_ptr(),
+            signals=signals.data_ptr(),
+        )
+        status = self._c.xs_mtp_draft(
+            self._team.handle, self._handle, ctypes.byref(table), ctypes.byref(draft)
+        )
+        check(status, "xs_mtp_draft")
+        return tokens, signals
+
+
+def _declare(team: Team) -> ctypes.CDLL:
+    """The library with the prototypes of these calls. EngineError if it was built from other sources."""
+    c = team.library.c
+    sizes = (_I64 * 2)()
+    c.xs_mtp_struct_sizes(sizes)
+    if list(sizes) != [ctypes.sizeof(CMtpParts), ctypes.sizeof(CMtpDraft)]:
+        raise EngineError(
+            f"{team.library.path} was built from other sources than this xspec: install it again"
+        )
+    for name, arguments in _PROTOTYPES.items():
+        getattr(c, name).restype, getattr(c, name).argtypes = _I32, list(arguments)
+    c.xs_mtp_destroy.restype, c.xs_mtp_destroy.argtypes = None, [_PTR]
+    return c
