@@ -204,6 +204,7 @@ def effective_of(
     windows_per_point: int = 3,
     token_seed: int = 1,
     kv_growth: int | None = None,
+    least_point_ms: int = 0,
 ) -> Effective:
     """Points to measure, with no regard to what `resolve` would make of them."""
     buckets = tuple(sorted({point.requests for point in points}))
@@ -224,6 +225,7 @@ def effective_of(
         captured_tiers={},
         points=tuple(points),
         kv_growth=kv_growth,
+        least_point_ms=least_point_ms,
     )
 
 

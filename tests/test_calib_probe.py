@@ -12,6 +12,7 @@ from calib_fake import CostOf, Device, Rig, answers, effective_of, make_rig
 from xspec.calib.probe import Measured, probe
 from xspec.core.round import RoundPlan
 from xspec.core.shapes import TargetTiers
+from xspec.cost.schema import MOST_ADDED
 from xspec.cost.settings import ContextInterval, Point
 from xspec.errors import ConfigError, EngineError
 from xspec.exec.slots import Slot
@@ -226,6 +227,25 @@ def test_a_point_that_stays_disturbed_is_given_up_after_as_many_windows(rig: Rig
     assert sample.windows_ms == pytest.approx((SOUND_MS, 3 * SOUND_MS, 3 * SOUND_MS))
     assert sample.spread == pytest.approx(2.0)
     assert rounds_of(device, BUSY[1]) == FIRST + 2 * LATER + 1 + 3 * (LATER + 1)
+
+
+def test_points_of_short_rounds_get_more_windows(rig: Rig) -> None:
+    """Four rounds of the point take a window; only until its windows add up to what is asked."""
+    short, long = point_ms(BUSY[0]), point_ms(BUSY[1])
+    assert short < long
+    device = rig.device(cost_ms)
+    wanted = round(4 * 3 * short) + 1  # three windows are too short, of the other point they are long enough
+    assert 4 * 3 * long > wanted
+    effective = effective_of(BUSY, WIDE, least_point_ms=wanted)
+    more, usual = probe(rig.service(device), effective, silent).samples
+    assert more.windows_ms == pytest.approx([short] * 4)
+    assert usual.windows_ms == pytest.approx([long] * 3)
+
+
+def test_no_point_gets_windows_without_end(rig: Rig) -> None:
+    effective = effective_of(BUSY[:1], WIDE, least_point_ms=10**6)
+    (sample,) = probe(rig.service(rig.device(cost_ms)), effective, silent).samples
+    assert len(sample.windows_ms) == 3 * (1 + MOST_ADDED)
 
 
 @pytest.mark.parametrize("factor", [1.19, 1.21])

@@ -21,7 +21,7 @@ from xspec.exec.rows import DeviceRows
 from xspec.exec.settle import settle
 from xspec.kernels.native import NativeLibrary
 from xspec.kernels.native_rows import NativeCarry, NativeRows
-from xspec.kernels.rounds import FlatRows, RowTable, Settled, Told
+from xspec.kernels.rounds import Carried, FlatRows, RowTable, Settled, Told
 from xspec.models.base import Hidden
 from xspec.nn.inputs import ForwardInputs, Segment
 from xspec.verify.sampler import Drawn
@@ -276,15 +276,17 @@ def test_carry(library: NativeLibrary, seed: int, dtype: torch.dtype) -> None:
             before, slots = carry_states(published, given_states, kept, memory)
         else:
             before, slots = carry(
-                given_states,
-                kept,
-                page_state,
-                flat.row_ids,
-                flat.first,
-                settled.counts,
-                inputs,
-                BLOCK,
-                memory.sink_slot,
+                Carried(
+                    given_states,
+                    kept,
+                    page_state,
+                    flat.row_ids,
+                    flat.first,
+                    settled.counts,
+                    inputs,
+                    BLOCK,
+                    memory.sink_slot,
+                )
             )
         page_state[SINK] = 0  # may be written at will
         found.append((before, slots, kept, page_state))

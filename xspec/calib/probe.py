@@ -1,7 +1,7 @@
 """Measures rounds the way serving runs them: driver, scheduler, pipeline and device on made-up prompts.
 
 What is run, and in which order, follows from the settings and the model's answers; the clock only decides
-which windows are measured again. Knows nothing about curves, files or asyncio.
+which windows are measured again, or more often. Knows nothing about curves, files or asyncio.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from xspec.calib.service import ProbePolicy, Service
 from xspec.core.request import FinishReason
 from xspec.core.round import RoundFeedback
 from xspec.cost.model import Sample
+from xspec.cost.schema import MOST_ADDED
 from xspec.cost.settings import Effective, Point
 from xspec.errors import ConfigError, EngineError
 from xspec.exec.driver import Driver
@@ -59,13 +60,15 @@ def probe(service: Service, effective: Effective, progress: Progress) -> Measure
     something else; ConfigError says that a window does not fit the model or the cache.
 
     Of every context the largest request bucket comes first; its prompts are read once, and requests leave
-    until the next bucket's number is there. Inside a bucket all points get their first window, then all their
-    second, and so on, so that growing KV and a noisy machine meet all of them alike. Not counted are
+    until the next bucket's number is there. Inside a bucket all points get their first window, then all
+    their second, and so on, so that growing KV and a noisy machine meet all of them alike. Not counted are
     `warmup_steps` rounds before a point's first window (at least one), one before each later window, and
     rounds that end with nothing submitted behind them. A window is the median of `window_steps` intervals
-    between retirements. Where the median window of a point lies over 20 % above its fastest, the slowest is
-    measured again, at most as often as there are windows. Prompts are read afresh before a window that would
-    surely leave the context's KV lengths, or that model or cache might not hold if every draft were accepted.
+    between retirements. Points whose windows took less than `least_point_ms` together get more, at most
+    MOST_ADDED times as many. Where the median window of a point lies over 20 % above its fastest, the
+    slowest is measured again, at most as often as there are windows. Prompts are read afresh before a
+    window that would surely leave the context's KV lengths, or that model or cache might not hold if every
+    draft were accepted.
 
     `prefill_ms_per_token` is that of rounds of nothing but prompts that followed another such round, all
     tokens of a filling together; the median of the fillings.
@@ -130,16 +133,27 @@ class _Run:
                 taken.append(_Window())
                 skipped = max(1, self._effective.warmup_steps) if turn == 0 else 1
                 self._take(point, taken[-1], skipped)
+        for _ in range(MOST_ADDED * self._effective.windows_per_point):
+            self._drain()
+            short = [point for point, taken in windows.items() if self._too_short(taken)]
+            if not short:
+                break
+            for point in short:
+                self._add_window(point, windows[point])
         for _ in range(self._effective.windows_per_point):
             self._drain()
             for point, taken in windows.items():
-                if _sample(point, taken).spread <= DISTURBED:
-                    continue
-                taken.remove(max(taken, key=lambda window: statistics.median(window.intervals_ms)))
-                taken.append(_Window())
-                rounds = 1 + self._effective.window_steps
-                self._bar.extend(rounds * work_of(1, point.target_rows))
-                self._take(point, taken[-1], skipped=1)
+                if _sample(point, taken).spread > DISTURBED:
+                    taken.remove(max(taken, key=lambda window: statistics.median(window.intervals_ms)))
+                    self._add_window(point, taken)
+
+    def _too_short(self, taken: Sequence[_Window]) -> bool:
+        return sum(sum(window.intervals_ms) for window in taken) < self._effective.least_point_ms
+
+    def _add_window(self, point: Point, taken: list[_Window]) -> None:
+        taken.append(_Window())
+        self._bar.extend((1 + self._effective.window_steps) * work_of(1, point.target_rows))
+        self._take(point, taken[-1], skipped=1)
 
     def _take(self, point: Point, window: _Window, skipped: int) -> None:
         rounds = skipped + self._effective.window_steps

@@ -13,6 +13,7 @@ from typing import Any
 from xspec.cost.bundle_raw import RawBundle, key_named
 from xspec.cost.fit import curves_of, fit_table
 from xspec.cost.model import Additive, CostTable, Curve, Sample, Sps
+from xspec.cost.schema import MOST_ADDED
 from xspec.cost.settings import Control, Effective, Geometry, parse_calibration, resolve, to_json
 from xspec.errors import CalibrationError
 
@@ -159,10 +160,11 @@ def _table(raw: RawBundle, effective: Effective) -> CostTable:
     refit = fit_table(effective, raw.samples, raw.prefill_ms_per_token)
     reasons = []
     for index, sample in enumerate(raw.samples):
-        if len(sample.windows_ms) != effective.windows_per_point:
+        fewest = effective.windows_per_point
+        most = fewest * (1 + MOST_ADDED) if effective.least_point_ms else fewest
+        if not fewest <= len(sample.windows_ms) <= most:
             reasons.append(
-                f"samples[{index}]: {len(sample.windows_ms)} windows, "
-                f"but windows_per_point is {effective.windows_per_point}"
+                f"samples[{index}]: {len(sample.windows_ms)} windows, but windows_per_point is {fewest}"
             )
         context = effective.contexts[sample.context]
         if not context.prefill_tokens <= sample.kv_length <= context.max_kv_length:

@@ -26,6 +26,10 @@ class Control(enum.StrEnum):
     SPEC = "spec"
 
 
+MOST_ADDED = 8
+"""Times `windows_per_point`: windows that points may get beside those, where they took too little time."""
+
+
 @dataclass(frozen=True, slots=True)
 class ContextInterval:
     """KV lengths [min, max] whose costs are those measured after a prefill of `prefill_tokens`.
@@ -51,7 +55,8 @@ class CalibrationSettings:
     `max_target_rows` (points with more rows are neither measured nor chosen), `uncovered` (what rounds
     without measured costs run: "full_width" as documented, or "plain"), `kv_growth` (tokens that requests
     may gain after their prefill before new ones take their place: what is measured later in a context has
-    no longer KV then; None: as many as the context holds).
+    no longer KV then; None: as many as the context holds), `least_point_ms` (windows are added to a point
+    until they took so long together, so that rounds of a millisecond are not judged by a handful).
     """
 
     model: str = "additive"
@@ -67,6 +72,7 @@ class CalibrationSettings:
     max_target_rows: int | None = None
     uncovered: str = "full_width"
     kv_growth: int | None = None
+    least_point_ms: int = 0
 
 
 def parse_calibration(raw: Mapping[str, Any], where: str) -> CalibrationSettings:
@@ -142,4 +148,5 @@ _READERS: Mapping[str, Reader] = {
     "max_target_rows": count(1),
     "uncovered": choice(UNCOVERED),
     "kv_growth": count(1),
+    "least_point_ms": count(0),
 }

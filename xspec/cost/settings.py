@@ -81,6 +81,7 @@ class Effective:
     captured_tiers: Mapping[int, tuple[int, ...]]
     points: tuple[Point, ...]  # context by context, in each by descending request bucket
     kv_growth: int | None = None
+    least_point_ms: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def as_settings(self) -> CalibrationSettings:
@@ -101,6 +102,7 @@ class Effective:
             max_target_rows=self.max_target_rows,
             uncovered=self.uncovered,
             kv_growth=self.kv_growth,
+            least_point_ms=self.least_point_ms,
         )
 
 
@@ -157,6 +159,7 @@ def resolve(
         captured_tiers={bucket: rows for bucket, rows in captured.items() if bucket in kept},
         points=tuple(grid.points(contexts)),
         kv_growth=settings.kv_growth,
+        least_point_ms=settings.least_point_ms,
         notes=tuple(notes),
     )
 

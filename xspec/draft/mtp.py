@@ -17,7 +17,7 @@ from xspec.draft.checkpoint import DraftHead, check_against_target, read_draft_v
 from xspec.draft.mtp_config import HiddenState, MtpConfig, open_mtp
 from xspec.errors import ConfigError
 from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
-from xspec.kernels.rounds import FusedCarry, FusedSteps, StepParts
+from xspec.kernels.rounds import Carried, FusedCarry, FusedSteps, StepParts
 from xspec.kv.layout import Planes
 from xspec.models.base import Hidden, Target
 from xspec.models.blocks import LayerBuilder
@@ -128,7 +128,7 @@ class MtpDrafter:
     def draft(self, context: DraftContext, steps: int) -> Draft:
         """Step j runs the pair of the newest token and its hidden state at position p + j - 1."""
         own, module, fused, greedy = self._attached(), self._module, self._fused, context.greedy
-        if fused is not None and greedy is not None and fused.takes(greedy.rows, own.slab):
+        if fused is not None and greedy is not None and fused.takes(own.slab) and fused.knows(greedy.rows):
             return Draft(*fused(greedy.rows, greedy.pages, own.boundary, own.slab, steps))
         tokens, hidden = context.last_tokens, own.boundary[context.rows]
         picked, signals = [], []
@@ -144,23 +144,15 @@ class MtpDrafter:
         return Draft(torch.stack(picked, 1), torch.stack(signals, 1))
 
     def publish(self, published: Published) -> None:
-        own, module = self._attached(), self._module
+        own, module, fused = self._attached(), self._module, self._fused
         states = _state(published.hidden, self._config.target_hidden)  # [N, hidden]
+        if fused is not None and fused.takes(own.slab):
+            fused.publish(published.tokens, _carried(published, states, own), own.slab)
+            return
         if module.carry is None:
             before, slots = carry_states(published, states, own.boundary, own.memory)
         else:
-            memory = own.memory
-            before, slots = module.carry(
-                states,
-                own.boundary,
-                memory.page_state,
-                published.rows,
-                published.first,
-                published.committed,
-                published.inputs,
-                memory.block_size,
-                memory.sink_slot,
-            )
+            before, slots = module.carry(_carried(published, states, own))
         pairs = self._pair(published.tokens, before)
         module.layers.publish(pairs, published.inputs.positions, own.slab, slots)
 
@@ -204,6 +196,20 @@ def _fuse(
     pair_norm = module.pair_norm.weights
     return kernels.fuse_steps(
         StepParts(embedding, pair_norm, module.join, layers, head.packed, head.ids, normed)
+    )
+
+
+def _carried(published: Published, states: torch.Tensor, own: _Context) -> Carried:
+    return Carried(
+        states,
+        own.boundary,
+        own.memory.page_state,
+        published.rows,
+        published.first,
+        published.committed,
+        published.inputs,
+        own.memory.block_size,
+        own.memory.sink_slot,
     )
 
 

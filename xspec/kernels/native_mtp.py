@@ -16,8 +16,8 @@ from xspec.kernels.native import CLinear, Team, check
 from xspec.kernels.native_attention import pages_fit
 from xspec.kernels.native_layers import NativeLayers
 from xspec.kernels.native_linear import BF16, NativeLinear
-from xspec.kernels.native_rows import CPassRows, CRowTable, NativeDraftRows
-from xspec.kernels.rounds import DraftRows, StepParts
+from xspec.kernels.native_rows import CCarry, CPassRows, CRowTable, NativeDraftRows, carry_struct
+from xspec.kernels.rounds import Carried, DraftRows, StepParts
 
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -49,9 +49,21 @@ class CMtpDraft(ctypes.Structure):
     ]
 
 
+class CMtpPublish(ctypes.Structure):
+    _fields_ = [
+        ("carry", CCarry),
+        ("tokens", _PTR),
+        ("slab", _PTR),
+        ("slab_pages", _I64),
+        ("block", _I64),
+    ]
+
+
+_STRUCTS = (CMtpParts, CMtpDraft, CMtpPublish)
 _PROTOTYPES: dict[str, Sequence[type]] = {
     "xs_mtp_create": (ctypes.POINTER(CMtpParts), _PTR, ctypes.POINTER(_PTR)),
     "xs_mtp_draft": (_PTR, _PTR, ctypes.POINTER(CRowTable), ctypes.POINTER(CMtpDraft)),
+    "xs_mtp_publish": (_PTR, _PTR, ctypes.POINTER(CMtpPublish)),
 }
 
 
@@ -73,7 +85,8 @@ class NativeSteps:
         join, head = parts.join, parts.head
         assert isinstance(join, NativeLinear) and isinstance(head, NativeLinear)
         assert isinstance(parts.layers, NativeLayers)
-        self._team, self._c, self._parts = team, _declare(team), parts
+        self._team, self._c = team, _declare(team)
+        self._parts, self._hidden = parts, parts.embedding.shape[1]  # native code has addresses of the parts
         own = CMtpParts(
             embedding=parts.embedding.data_ptr(),
             vocab=len(parts.embedding),
@@ -90,15 +103,18 @@ class NativeSteps:
         self._handle = handle.value
         weakref.finalize(self, self._c.xs_mtp_destroy, self._handle).atexit = False
 
-    def takes(self, rows: DraftRows, slab: torch.Tensor) -> bool:
-        return isinstance(rows, NativeDraftRows) and pages_fit(slab.shape[2], slab.shape[3], slab.dtype)
+    def takes(self, slab: torch.Tensor) -> bool:
+        return pages_fit(slab.shape[2], slab.shape[3], slab.dtype)
+
+    def knows(self, rows: DraftRows) -> bool:
+        return isinstance(rows, NativeDraftRows)
 
     def __call__(
         self, rows: DraftRows, pages: int, boundary: torch.Tensor, slab: torch.Tensor, steps: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(rows, NativeDraftRows):
             raise TypeError(f"{type(rows).__name__} are not the rows of these kernels")
-        if boundary.shape[1] != self._parts.embedding.shape[1] or boundary.dtype is not BF16:
+        if boundary.shape[1] != self._hidden or boundary.dtype is not BF16:
             raise ValueError(f"states {list(boundary.shape)} {boundary.dtype} do not fit the drafter")
         table, one = rows.table, rows.one_a_lane()
         tokens = torch.empty(one.lanes, steps, dtype=torch.int64)
@@ -120,13 +136,30 @@ class NativeSteps:
         check(status, "xs_mtp_draft")
         return tokens, signals
 
+    def publish(self, tokens: torch.Tensor, carried: Carried, slab: torch.Tensor) -> None:
+        if carried.states.dtype is not BF16 or carried.states.shape != (len(tokens), self._hidden):
+            raise ValueError(
+                f"states {list(carried.states.shape)} of {len(tokens)} tokens do not fit the drafter"
+            )
+        tokens = tokens.contiguous()
+        with carry_struct(carried) as carry:
+            step = CMtpPublish(
+                carry=carry,
+                tokens=tokens.data_ptr(),
+                slab=slab.data_ptr(),
+                slab_pages=slab.shape[1],
+                block=slab.shape[2],
+            )
+            status = self._c.xs_mtp_publish(self._team.handle, self._handle, ctypes.byref(step))
+        check(status, "xs_mtp_publish")
+
 
 def _declare(team: Team) -> ctypes.CDLL:
     """The library with the prototypes of these calls. EngineError if it was built from other sources."""
     c = team.library.c
-    sizes = (_I64 * 2)()
+    sizes = (_I64 * len(_STRUCTS))()
     c.xs_mtp_struct_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(CMtpParts), ctypes.sizeof(CMtpDraft)]:
+    if list(sizes) != [ctypes.sizeof(struct) for struct in _STRUCTS]:
         raise EngineError(
             f"{team.library.path} was built from other sources than this xspec: install it again"
         )

@@ -5,8 +5,9 @@ The other side of csrc/sequences.h. Inputs are bound to buffers that are made on
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,7 +15,7 @@ from xspec.errors import EngineError
 from xspec.kernels.native import NativeLibrary, check
 from xspec.kernels.native_admit import CAdmit, NativeAdmit
 from xspec.kernels.native_draws import CDraw
-from xspec.kernels.rounds import FlatRows, RowTable, Settled, Told
+from xspec.kernels.rounds import Carried, FlatRows, RowTable, Settled, Told
 from xspec.nn.inputs import ForwardInputs, Ragged, Segment
 
 _I32, _I64, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -347,40 +348,36 @@ class NativeCarry:
     def __init__(self, library: NativeLibrary) -> None:
         self._c = _declare(library)
 
-    def __call__(
-        self,
-        states: torch.Tensor,
-        boundary: torch.Tensor,
-        page_state: torch.Tensor,
-        rows: torch.Tensor,
-        first: torch.Tensor,
-        committed: torch.Tensor,
-        inputs: ForwardInputs,
-        block_size: int,
-        sink_slot: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = states.contiguous()
-        sequences = inputs.owners().contiguous()
-        if not boundary.dtype == page_state.dtype == states.dtype or boundary.shape[1:] != states.shape[1:]:
-            raise ValueError("states of one pass have one dtype and width")
-        before, kept = torch.empty_like(states), torch.empty_like(inputs.slots)
-        step = CCarry(
-            states=states.data_ptr(),
-            bytes=states.stride(0) * states.itemsize,
-            rows=len(states),
-            lanes=len(rows),
-            positions=inputs.positions.data_ptr(),
-            slots=inputs.slots.data_ptr(),
-            sequences=sequences.data_ptr(),
-            row_ids=rows.data_ptr(),
-            first=first.data_ptr(),
-            committed=committed.data_ptr(),
-            block=block_size,
-            sink_slot=sink_slot,
-            boundary=boundary.data_ptr(),
-            page_states=page_state.data_ptr(),
-            before=before.data_ptr(),
-            kept_slots=kept.data_ptr(),
-        )
-        check(self._c.xs_carry(step), "xs_carry")
+    def __call__(self, carried: Carried) -> tuple[torch.Tensor, torch.Tensor]:
+        before, kept = torch.empty_like(carried.states), torch.empty_like(carried.inputs.slots)
+        with carry_struct(carried) as step:
+            step.before, step.kept_slots = before.data_ptr(), kept.data_ptr()
+            check(self._c.xs_carry(step), "xs_carry")
         return before, kept
+
+
+@contextlib.contextmanager
+def carry_struct(carried: Carried) -> Iterator[CCarry]:
+    """What native code reads and moves on; where its results go is left out."""
+    states, inputs = carried.states.contiguous(), carried.inputs
+    sequences = inputs.owners().contiguous()
+    if not carried.boundary.dtype == carried.page_state.dtype == states.dtype:
+        raise ValueError("states of one pass have one dtype")
+    if carried.boundary.shape[1:] != states.shape[1:]:
+        raise ValueError("states of one pass have one width")
+    yield CCarry(
+        states=states.data_ptr(),
+        bytes=states.stride(0) * states.itemsize,
+        rows=len(states),
+        lanes=len(carried.rows),
+        positions=inputs.positions.data_ptr(),
+        slots=inputs.slots.data_ptr(),
+        sequences=sequences.data_ptr(),
+        row_ids=carried.rows.data_ptr(),
+        first=carried.first.data_ptr(),
+        committed=carried.committed.data_ptr(),
+        block=carried.block_size,
+        sink_slot=carried.sink_slot,
+        boundary=carried.boundary.data_ptr(),
+        page_states=carried.page_state.data_ptr(),
+    )

@@ -188,11 +188,29 @@ class StepParts:
     of_normed: bool  # whether the state behind the norm goes on to the next step, or the one before it
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A published pass over S sequences with N flat rows, for a drafter that carries states on."""
+
+    states: torch.Tensor  # [N, hidden] of the pass
+    boundary: torch.Tensor  # [device rows, hidden] of the last position published; moved on
+    page_state: torch.Tensor  # [pages, hidden] of each full page's last position; moved on
+    rows: torch.Tensor  # [S] device rows
+    first: torch.Tensor  # [S] first flat row
+    committed: torch.Tensor  # [S] flat rows that are facts
+    inputs: ForwardInputs
+    block_size: int
+    sink_slot: int
+
+
 class FusedSteps(Protocol):
     """Drafting by multi-token prediction: every step picks the likeliest token."""
 
-    def takes(self, rows: DraftRows, slab: torch.Tensor) -> bool:
-        """Whether it knows such rows and reads pages as they lie in `slab`."""
+    def takes(self, slab: torch.Tensor) -> bool:
+        """Whether it reads pages as they lie in `slab`."""
+
+    def knows(self, rows: DraftRows) -> bool:
+        """Whether they are rows of the same kernels."""
 
     def __call__(
         self, rows: DraftRows, pages: int, boundary: torch.Tensor, slab: torch.Tensor, steps: int
@@ -203,21 +221,13 @@ class FusedSteps(Protocol):
         states before their last tokens. Writes the K/V of the steps into `slab`.
         """
 
+    def publish(self, tokens: torch.Tensor, carried: Carried, slab: torch.Tensor) -> None:
+        """Carry on as `FusedCarry` does; store the K/V of the pairs of tokens [N] and states before."""
+
 
 class FusedCarry(Protocol):
-    def __call__(
-        self,
-        states: torch.Tensor,
-        boundary: torch.Tensor,
-        page_state: torch.Tensor,
-        rows: torch.Tensor,
-        first: torch.Tensor,
-        committed: torch.Tensor,
-        inputs: ForwardInputs,
-        block_size: int,
-        sink_slot: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `draft.mtp` does it in torch: moves `boundary` and `page_state` on over a published pass.
+    def __call__(self, carried: Carried) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `draft.mtp` does it in torch: moves the boundary and page states on over a published pass.
 
         Returns the state before each flat row [N, hidden] and the slots [N] its pair is stored at.
         """

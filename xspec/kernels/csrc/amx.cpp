@@ -1,4 +1,5 @@
-// The table for machines with tiles (AMX with BF16 and INT8: Sapphire Rapids and newer), which have all of AVX-512.
+// The table for machines with tiles (AMX with BF16 and INT8: Sapphire Rapids and newer). They have all of
+// AVX-512, which does the rest.
 
 #include "attention.h"
 #include "linear.h"

@@ -26,8 +26,9 @@ struct XsStack {
         products(layers->qkv.out * layers->qkv.in + layers->output.out * layers->output.in +
                  layers->gate_up.out * layers->gate_up.in + layers->down.out * layers->down.in) {}
 
-  // Whether a layer is through before other threads would pay for their barriers. Measured: with layers of 442
-  // thousand products (0.03 ms a row) two threads break even at about 3 rows, and lose where a core is busy.
+  // Whether a layer is through before other threads would pay for their barriers. Measured: with layers of
+  // 442 thousand products (0.03 ms a row) two threads break even at about 3 rows, and lose where a core is
+  // busy.
   bool light(const xs::Pass& pass) const {
     constexpr int64_t kMost = 1 << 20;
     int64_t all = pass.rows * products;
@@ -63,8 +64,9 @@ inline bool fits(const XsStack& stack, const xs::Pass& pass, int64_t layers) {
 }
 
 // y [rows, y_stride] = linear(x [rows, x_stride]) (+ add).
-inline void run_linear(XsTeam& team, const xs::Linear& linear, const xs::bf16* x, int64_t x_stride, int64_t rows,
-                       xs::bf16* y, int64_t y_stride, const xs::bf16* add, int64_t add_stride) {
+inline void run_linear(XsTeam& team, const xs::Linear& linear, const xs::bf16* x, int64_t x_stride,
+                       int64_t rows, xs::bf16* y, int64_t y_stride, const xs::bf16* add,
+                       int64_t add_stride) {
   xs::Rows in;
   in.values = x;
   in.stride = x_stride;

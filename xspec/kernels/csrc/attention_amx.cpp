@@ -19,9 +19,8 @@ constexpr int kMaxPairs = 16;  // (row, head) pairs that read keys together: the
 constexpr int kTogether = 4;  // tiles of sums
 static_assert(kKeyBlock == kTileRows && kLines == 1);
 
-// Tiles 0 to 3 are sums [pairs, 16]. 4 is a factor [pairs, 32], of queries or of weights; 6 what it is
-// multiplied with, keys [16 pairs of dims, 16 keys] or values [16 pairs of keys, 16 dims]. 5 and 7 are the
-// like for 16 keys, where they have no neighbours in the page.
+// Tiles 0 to 3 are sums [pairs, 16]. 4 is queries [pairs, 32 dims], 6 keys [16 pairs of dims, 16 keys];
+// 5 is weights [pairs, 16 keys], 7 values [8 pairs of keys, 16 dims].
 void begin_products(int pairs) {
   TileShapes shapes;
   for (const int tile : {0, 1, 2, 3, 4}) shapes.set(tile, pairs, kTileBytes);
@@ -77,7 +76,9 @@ void score_blocks(State& state, const Blocks& blocks, int block, int64_t dim) {
 
 void score_tile(State& state, int, const Blocks& blocks, int64_t dim) {
   int block = 0;
-  for (; block + kTogether <= blocks.count; block += kTogether) score_blocks<kTogether>(state, blocks, block, dim);
+  for (; block + kTogether <= blocks.count; block += kTogether) {
+    score_blocks<kTogether>(state, blocks, block, dim);
+  }
   for (; block < blocks.count; ++block) score_blocks<1>(state, blocks, block, dim);
 }
 
@@ -129,7 +130,9 @@ void mix_tile(State& state, int pairs, const Blocks& blocks, const Blocks& next,
     }
   }
   int64_t d = 0;
-  for (; d + kTogether * kLanes <= dim; d += kTogether * kLanes) mix_dims<kTogether>(state, blocks, next, d, dim);
+  for (; d + kTogether * kLanes <= dim; d += kTogether * kLanes) {
+    mix_dims<kTogether>(state, blocks, next, d, dim);
+  }
   for (; d < dim; d += kLanes) mix_dims<1>(state, blocks, next, d, dim);
   for (int block = blocks.count; block < next.count; ++block) {
     for (int64_t i = 0; i < dim / 2; ++i) prefetch(next.keys[block] + i * 2 * kKeyBlock);

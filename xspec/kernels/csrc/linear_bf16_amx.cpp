@@ -33,8 +33,8 @@ struct Prefetch {
   int lines;
 };
 
-// For pass `pass` of `passes` over a part of a panel. Measured on Sapphire Rapids: a lone pass fetches a little
-// ahead of itself; several fetch the next part between them, evenly.
+// For pass `pass` of `passes` over a part of a panel. Measured on Sapphire Rapids: a lone pass fetches a
+// little ahead of itself; several fetch the next part between them, evenly.
 Prefetch prefetch_for(const char* part, int64_t part_bytes, int64_t pass, int64_t passes) {
   if (passes == 1) return {part + 8192, kStepBytes / 64};
   return {part + part_bytes + part_bytes * pass / passes, static_cast<int>(kStepBytes / 64 / passes)};
@@ -45,8 +45,8 @@ inline void fetch(Prefetch& next) {
   next.at += next.lines * 64;
 }
 
-// sums [Tiles * 16, 32] = Tiles x 16 rows times part of a panel, added to what is there unless it is the first
-// part. Every sum is one chain over the inputs in order.
+// sums [Tiles * 16, 32] = Tiles x 16 rows times part of a panel, added to what is there unless it is the
+// first part. Every sum is one chain over the inputs in order.
 template <int Tiles>
 void multiply(const char* x, const char* second, int64_t stride, const char* panel, int64_t steps, bool first,
               Prefetch next, float* sums) {
@@ -88,8 +88,8 @@ void multiply(const char* x, const char* second, int64_t stride, const char* pan
   }
 }
 
-// The rows of a block as tiles of one height, 16 or all rows there are. The last one of all begins early enough
-// to be full: of what it shares with the one before, only the new rows are stored.
+// The rows of a block as tiles of one height, 16 or all rows there are. The last one of all begins early
+// enough to be full: of what it shares with the one before, only the new rows are stored.
 struct Tiles {
   int64_t start, end;  // rows of the block
   int64_t latest;      // where a tile may begin at most

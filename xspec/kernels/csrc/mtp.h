@@ -33,4 +33,12 @@ struct MtpDraft {
   float* signals;   // [lanes, steps] out: softmax probability of each
 };
 
+// A pass of the target. Where the states before its rows go, and the slots, is not for the caller to say.
+struct MtpPublish {
+  Carry carry;
+  const int64_t* tokens;  // [rows] what each row was fed
+  bf16* slab;
+  int64_t slab_pages, block;
+};
+
 }  // namespace xs

@@ -129,7 +129,8 @@ const Ops* amx_ops();     // null where it was not built; needs what avx512_ops(
 const Ops* avx512_ops();  // null where it was not built; needs AVX-512 F, BW, VL, DQ, BF16 and VNNI
 const Ops* avx2_ops();    // null where it was not built; needs AVX2 and FMA
 
-// The best ops this machine runs, or those `name` says ("portable", "avx2", "avx512", "amx"); null: not available.
+// The best ops this machine runs, or those `name` says ("portable", "avx2", "avx512", "amx"); null: not
+// available.
 const Ops* choose_ops(const char* name);
 
 }  // namespace xs
