@@ -204,7 +204,7 @@ def effective_of(
     windows_per_point: int = 3,
     token_seed: int = 1,
     kv_growth: int | None = None,
-    least_point_ms: int = 0,
+    least_point_ms: int | None = None,
 ) -> Effective:
     """Points to measure, with no regard to what `resolve` would make of them."""
     buckets = tuple(sorted({point.requests for point in points}))

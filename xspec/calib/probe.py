@@ -16,7 +16,7 @@ from xspec.calib.bar import Bar, work_of
 from xspec.calib.crew import Crew
 from xspec.calib.quality import DISTURBED
 from xspec.calib.service import ProbePolicy, Service
-from xspec.core.request import FinishReason
+from xspec.core.request import FinishReason, Output
 from xspec.core.round import RoundFeedback
 from xspec.cost.model import Sample
 from xspec.cost.schema import MOST_ADDED
@@ -98,6 +98,7 @@ class _Run:
             draft_block=service.draft_block,
         )
         self._sent: deque[_Sent] = deque()
+        self._undelivered: tuple[Output, ...] = ()
         self._last: Point | None = None  # what the newest round decodes
         self._foreseen = {*range(len(effective.contexts))}  # contexts whose filling the bar has counted
         self._prefills: list[list[tuple[int, float]]] = []  # by filling: (tokens, ms) of steady rounds
@@ -148,7 +149,8 @@ class _Run:
                     self._add_window(point, taken)
 
     def _too_short(self, taken: Sequence[_Window]) -> bool:
-        return sum(sum(window.intervals_ms) for window in taken) < self._effective.least_point_ms
+        least_ms = self._effective.least_point_ms
+        return least_ms is not None and sum(sum(window.intervals_ms) for window in taken) < least_ms
 
     def _add_window(self, point: Point, taken: list[_Window]) -> None:
         taken.append(_Window())
@@ -232,6 +234,7 @@ class _Run:
             self._last = None
         while self._sent:
             self._retire()
+        self._deliver()
         self._driver.paused()
 
     # -- rounds --------------------------------------------------------------------------------
@@ -246,6 +249,12 @@ class _Run:
                 raise EngineError(f"calibrating {sent.where}: no round can be planned")
             self._retire()
         self._sent.append(sent)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """As the engine's loop does it: after the next round was submitted."""
+        outputs, self._undelivered = self._undelivered, ()
+        self._service.deliver(outputs)
 
     def _retire(self) -> None:
         sent = self._sent.popleft()
@@ -257,6 +266,7 @@ class _Run:
         for output in retirement.outputs:
             if output.finish_reason is FinishReason.ERROR:
                 raise EngineError(f"calibrating {sent.where}: {output.error}")
+        self._undelivered += retirement.outputs
         assert retirement.feedback is not None
         self._bar.advance(sent.work)
         _check(sent, retirement.feedback)

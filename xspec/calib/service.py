@@ -6,11 +6,12 @@ Everything in it is what serving uses; only the scheduler is one of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xspec.config import Config
+from xspec.core.request import Output
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.cost.settings import Point
 from xspec.exec.assemble import Assembly, make_scheduler, ring_slots
@@ -19,13 +20,20 @@ from xspec.platform.base import Platform
 from xspec.policy.base import PolicyView
 from xspec.sched.scheduler import Scheduler
 
+Deliver = Callable[[Sequence[Output]], None]
+
+
+def ignore(outputs: Sequence[Output]) -> None:
+    """For engines whose text is nobody's concern."""
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """The engine as calibration drives it, idle.
 
     `scheduler`: one that nobody else uses, without a prefix cache, that neither mixes prompts into decode
-    rounds nor keeps pages back. `slots`: rounds the pipeline holds. `clock_s`: a steady clock.
+    rounds nor keeps pages back. `slots`: rounds the pipeline holds. `clock_s`: a steady clock. `deliver`:
+    what serving does with a round's outputs once the next round is submitted.
     """
 
     scheduler: Scheduler
@@ -35,10 +43,16 @@ class Service:
     vocab_size: int
     max_model_len: int
     draft_block: int = 0
+    deliver: Deliver = ignore
 
 
 def service_of(
-    config: Config, platform: Platform, parts: Assembly, pipeline: Pipeline, clock_s: Callable[[], float]
+    config: Config,
+    platform: Platform,
+    parts: Assembly,
+    pipeline: Pipeline,
+    clock_s: Callable[[], float],
+    deliver: Deliver = ignore,
 ) -> Service:
     """`pipeline` is the one that will serve, or one like it; nothing may be in flight in it."""
     alone = dataclasses.replace(
@@ -52,6 +66,7 @@ def service_of(
         vocab_size=parts.target.spec.vocab_size,
         max_model_len=parts.max_model_len,
         draft_block=parts.drafter.spec.block,
+        deliver=deliver,
     )
 
 

@@ -161,7 +161,7 @@ def _table(raw: RawBundle, effective: Effective) -> CostTable:
     reasons = []
     for index, sample in enumerate(raw.samples):
         fewest = effective.windows_per_point
-        most = fewest * (1 + MOST_ADDED) if effective.least_point_ms else fewest
+        most = fewest if effective.least_point_ms is None else fewest * (1 + MOST_ADDED)
         if not fewest <= len(sample.windows_ms) <= most:
             reasons.append(
                 f"samples[{index}]: {len(sample.windows_ms)} windows, but windows_per_point is {fewest}"

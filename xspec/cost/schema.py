@@ -72,7 +72,7 @@ class CalibrationSettings:
     max_target_rows: int | None = None
     uncovered: str = "full_width"
     kv_growth: int | None = None
-    least_point_ms: int = 0
+    least_point_ms: int | None = None
 
 
 def parse_calibration(raw: Mapping[str, Any], where: str) -> CalibrationSettings:
@@ -148,5 +148,5 @@ _READERS: Mapping[str, Reader] = {
     "max_target_rows": count(1),
     "uncovered": choice(UNCOVERED),
     "kv_growth": count(1),
-    "least_point_ms": count(0),
+    "least_point_ms": count(1),
 }

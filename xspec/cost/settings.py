@@ -81,7 +81,7 @@ class Effective:
     captured_tiers: Mapping[int, tuple[int, ...]]
     points: tuple[Point, ...]  # context by context, in each by descending request bucket
     kv_growth: int | None = None
-    least_point_ms: int = 0
+    least_point_ms: int | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def as_settings(self) -> CalibrationSettings:

@@ -16,8 +16,8 @@ from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, Publ
 from xspec.draft.checkpoint import DraftHead, check_against_target, read_draft_vocabulary, share_head
 from xspec.draft.mtp_config import HiddenState, MtpConfig, open_mtp
 from xspec.errors import ConfigError
-from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
-from xspec.kernels.rounds import Carried, FusedCarry, FusedSteps, StepParts
+from xspec.kernels.base import AttentionShape, FusedSteps, Kernels, PackedLinear, StepParts
+from xspec.kernels.rounds import Carried, FusedCarry
 from xspec.kv.layout import Planes
 from xspec.models.base import Hidden, Target
 from xspec.models.blocks import LayerBuilder

@@ -30,6 +30,7 @@ from xspec.config import Config
 from xspec.cost.settings import Control
 from xspec.draft.choose import DraftChoice, choose_drafter
 from xspec.engine.engine import Admission, AsyncEngine
+from xspec.engine.rehearsal import Rehearsal
 from xspec.engine.threads import Threads
 from xspec.exec.assemble import (
     Assembly,
@@ -113,6 +114,7 @@ async def build_parts(choices: Choices, *, progress: Progress = silent) -> Built
         )
         costs = None
         if choices.adaptation is not None and choices.adaptation.measures and choices.drafter is not None:
+            deliver = Rehearsal(await asyncio.to_thread(load_text, choices.model))
             costs = await asyncio.to_thread(
                 calibrated_costs,
                 choices.adaptation,
@@ -123,6 +125,7 @@ async def build_parts(choices: Choices, *, progress: Progress = silent) -> Built
                 threads,
                 model=choices.model,
                 progress=progress,
+                deliver=deliver,
             )
     except BaseException:
         await asyncio.to_thread(threads.close)

@@ -13,7 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from xspec.kernels.quantised import Blocks
-    from xspec.kernels.rounds import FusedCarry, FusedDraws, FusedRows, FusedSteps, RowTable, StepParts
+    from xspec.kernels.rounds import Carried, DraftRows, FusedCarry, FusedDraws, FusedRows, RowTable
     from xspec.nn.inputs import ForwardInputs
 
 
@@ -114,6 +114,41 @@ class FusedLayers(Protocol):
         self, residual: torch.Tensor, positions: torch.Tensor, slab: torch.Tensor, slots: torch.Tensor
     ) -> None:
         """Write only the first layer's keys and values of residual [N, hidden], attending to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a step of multi-token prediction is made of (`draft.mtp`), as packed by the same kernels."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    pair_norm: NormWeights  # [2, hidden]
+    join: PackedLinear
+    layers: FusedLayers  # of one layer, with its norm
+    head: PackedLinear
+    ids: torch.Tensor | None  # [D] token of each column; None: the column
+    of_normed: bool  # whether the state behind the norm goes on to the next step, or the one before it
+
+
+class FusedSteps(Protocol):
+    """Drafting by multi-token prediction: every step picks the likeliest token."""
+
+    def takes(self, slab: torch.Tensor) -> bool:
+        """Whether it reads pages as they lie in `slab`."""
+
+    def knows(self, rows: DraftRows) -> bool:
+        """Whether they are rows of the same kernels."""
+
+    def __call__(
+        self, rows: DraftRows, pages: int, boundary: torch.Tensor, slab: torch.Tensor, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [L, steps] int64 and the softmax probability of each, float32.
+
+        `rows` of L lanes, whose tables are granted `pages` pages at most; boundary [table rows, hidden]: the
+        states before their last tokens. Writes the K/V of the steps into `slab`.
+        """
+
+    def publish(self, tokens: torch.Tensor, carried: Carried, slab: torch.Tensor) -> None:
+        """Carry on as `FusedCarry` does; store the K/V of the pairs of tokens [N] and states before."""
 
 
 class PagedAttention(Protocol):

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from xspec.errors import UnsupportedError
-from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, PackedLinear, Rotary
+from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, PackedLinear, Rotary, StepParts
 
 if TYPE_CHECKING:
     from xspec.kernels.quantised import Blocks
-    from xspec.kernels.rounds import RowTable, StepParts
+    from xspec.kernels.rounds import RowTable
     from xspec.nn.inputs import ForwardInputs, Segment
 
 TILE_ROWS = 64

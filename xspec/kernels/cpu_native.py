@@ -19,6 +19,7 @@ from xspec.kernels.base import (
     PackedLinear,
     PagedAttention,
     Rotary,
+    StepParts,
 )
 from xspec.kernels.cpu import CpuKernels
 from xspec.kernels.native import Team
@@ -34,7 +35,7 @@ from xspec.kernels.native_rows import NativeCarry, NativeRows
 
 if TYPE_CHECKING:
     from xspec.kernels.quantised import Blocks
-    from xspec.kernels.rounds import RowTable, StepParts
+    from xspec.kernels.rounds import RowTable
     from xspec.nn.inputs import ForwardInputs
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""All draft steps of multi-token prediction as one call of the native library (rounds.FusedSteps).
+"""All draft steps of multi-token prediction as one call of the native library (base.FusedSteps).
 
 The other side of csrc/api_mtp.cpp.
 """
@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from xspec.errors import EngineError
+from xspec.kernels.base import StepParts
 from xspec.kernels.native import CLinear, Team, check
 from xspec.kernels.native_attention import pages_fit
+from xspec.kernels.native_carry import CCarry, carry_struct
 from xspec.kernels.native_layers import NativeLayers
 from xspec.kernels.native_linear import BF16, NativeLinear
-from xspec.kernels.native_rows import CCarry, CPassRows, CRowTable, NativeDraftRows, carry_struct
-from xspec.kernels.rounds import Carried, DraftRows, StepParts
+from xspec.kernels.native_rows import CPassRows, CRowTable, NativeDraftRows
+from xspec.kernels.rounds import Carried, DraftRows
 
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -79,7 +81,7 @@ def steps_fit(parts: StepParts) -> bool:
 
 
 class NativeSteps:
-    """Implements `rounds.FusedSteps`."""
+    """Implements `base.FusedSteps`."""
 
     def __init__(self, team: Team, parts: StepParts) -> None:
         join, head = parts.join, parts.head

@@ -5,15 +5,15 @@ The other side of csrc/sequences.h. Inputs are bound to buffers that are made on
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from xspec.errors import EngineError
 from xspec.kernels.native import NativeLibrary, check
 from xspec.kernels.native_admit import CAdmit, NativeAdmit
+from xspec.kernels.native_carry import CCarry, carry_struct
 from xspec.kernels.native_draws import CDraw
 from xspec.kernels.rounds import Carried, FlatRows, RowTable, Settled, Told
 from xspec.nn.inputs import ForwardInputs, Ragged, Segment
@@ -84,27 +84,6 @@ class CSettle(ctypes.Structure):
         ("told_stride", _I64),
         ("told_counts", _PTR),
         ("told_bad", _PTR),
-    ]
-
-
-class CCarry(ctypes.Structure):
-    _fields_ = [
-        ("states", _PTR),
-        ("bytes", _I64),
-        ("rows", _I64),
-        ("lanes", _I64),
-        ("positions", _PTR),
-        ("slots", _PTR),
-        ("sequences", _PTR),
-        ("row_ids", _PTR),
-        ("first", _PTR),
-        ("committed", _PTR),
-        ("block", _I64),
-        ("sink_slot", _I64),
-        ("boundary", _PTR),
-        ("page_states", _PTR),
-        ("before", _PTR),
-        ("kept_slots", _PTR),
     ]
 
 
@@ -354,30 +333,3 @@ class NativeCarry:
             step.before, step.kept_slots = before.data_ptr(), kept.data_ptr()
             check(self._c.xs_carry(step), "xs_carry")
         return before, kept
-
-
-@contextlib.contextmanager
-def carry_struct(carried: Carried) -> Iterator[CCarry]:
-    """What native code reads and moves on; where its results go is left out."""
-    states, inputs = carried.states.contiguous(), carried.inputs
-    sequences = inputs.owners().contiguous()
-    if not carried.boundary.dtype == carried.page_state.dtype == states.dtype:
-        raise ValueError("states of one pass have one dtype")
-    if carried.boundary.shape[1:] != states.shape[1:]:
-        raise ValueError("states of one pass have one width")
-    yield CCarry(
-        states=states.data_ptr(),
-        bytes=states.stride(0) * states.itemsize,
-        rows=len(states),
-        lanes=len(carried.rows),
-        positions=inputs.positions.data_ptr(),
-        slots=inputs.slots.data_ptr(),
-        sequences=sequences.data_ptr(),
-        row_ids=carried.rows.data_ptr(),
-        first=carried.first.data_ptr(),
-        committed=carried.committed.data_ptr(),
-        block=carried.block_size,
-        sink_slot=carried.sink_slot,
-        boundary=carried.boundary.data_ptr(),
-        page_states=carried.page_state.data_ptr(),
-    )

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, Rotary
+from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, Rotary, StepParts
 from xspec.kernels.quantised import Blocks, ReferenceBlocks
 
 if TYPE_CHECKING:
-    from xspec.kernels.rounds import RowTable, StepParts
+    from xspec.kernels.rounds import RowTable
     from xspec.nn.inputs import ForwardInputs
 
 

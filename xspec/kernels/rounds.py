@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from xspec.kernels.base import FusedLayers, NormWeights, PackedLinear
 from xspec.nn.inputs import ForwardInputs, Segment
 
 NO_TOKEN = -1
@@ -176,19 +175,6 @@ class FusedDraws(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StepParts:
-    """What a step of multi-token prediction is made of (`draft.mtp`), as packed by the same kernels."""
-
-    embedding: torch.Tensor  # [vocab, hidden]
-    pair_norm: NormWeights  # [2, hidden]
-    join: PackedLinear
-    layers: FusedLayers  # of one layer, with its norm
-    head: PackedLinear
-    ids: torch.Tensor | None  # [D] token of each column; None: the column
-    of_normed: bool  # whether the state behind the norm goes on to the next step, or the one before it
-
-
-@dataclass(frozen=True, slots=True)
 class Carried:
     """A published pass over S sequences with N flat rows, for a drafter that carries states on."""
 
@@ -201,28 +187,6 @@ class Carried:
     inputs: ForwardInputs
     block_size: int
     sink_slot: int
-
-
-class FusedSteps(Protocol):
-    """Drafting by multi-token prediction: every step picks the likeliest token."""
-
-    def takes(self, slab: torch.Tensor) -> bool:
-        """Whether it reads pages as they lie in `slab`."""
-
-    def knows(self, rows: DraftRows) -> bool:
-        """Whether they are rows of the same kernels."""
-
-    def __call__(
-        self, rows: DraftRows, pages: int, boundary: torch.Tensor, slab: torch.Tensor, steps: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [L, steps] int64 and the softmax probability of each, float32.
-
-        `rows` of L lanes, whose tables are granted `pages` pages at most; boundary [table rows, hidden]: the
-        states before their last tokens. Writes the K/V of the steps into `slab`.
-        """
-
-    def publish(self, tokens: torch.Tensor, carried: Carried, slab: torch.Tensor) -> None:
-        """Carry on as `FusedCarry` does; store the K/V of the pairs of tokens [N] and states before."""
 
 
 class FusedCarry(Protocol):
