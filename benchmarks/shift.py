@@ -29,6 +29,7 @@ from benchmarks.looped import pieces
 from xspec.errors import XspecError
 from xspec.llm import LLM
 from xspec.models.locate import locate_model
+from xspec.threads import settle_threads
 from xspec.trace import Trace, TracedRound, read_trace
 
 CODE, LICENCES, NOTHING = "code", "licences", "nothing right"
@@ -49,6 +50,7 @@ class Spell:
 
 def main(args: argparse.Namespace) -> int:
     folder = Path(args.output).expanduser()
+    settle_threads(0)  # before torch is imported, for the prompts
     try:
         prompts = prompts_of(args)
         folder.mkdir(parents=True, exist_ok=False)
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace, prompts: dict[str, list[str]], trace: Path) ->
         speculation_policy=args.policy,
         adaptive_spec_config=args.candidates,
         adaptive_spec_cost_table=args.costs,
-        max_seqs_per_batch=args.requests,
+        max_seqs_per_batch=args.max_seqs,
         max_model_len=args.max_model_len,
         enable_prefix_cache=False,
         round_trace=str(trace),
@@ -225,6 +227,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--input_tokens", type=int, default=64)
     parser.add_argument("--output_tokens", type=int, default=256)
+    parser.add_argument("--max_seqs", type=int, default=32, help="as the costs were measured with")
     parser.add_argument("--max_model_len", type=int, default=384, help="as the costs were measured with")
     return parser.parse_args(argv)
 
