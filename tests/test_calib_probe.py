@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from calib_fake import CostOf, Device, Rig, answers, effective_of, make_rig
 
 from xspec.calib.probe import Measured, probe
+from xspec.core.request import Output
 from xspec.core.round import RoundPlan
 from xspec.core.shapes import TargetTiers
 from xspec.cost.schema import MOST_ADDED
@@ -227,6 +229,25 @@ def test_a_point_that_stays_disturbed_is_given_up_after_as_many_windows(rig: Rig
     assert sample.windows_ms == pytest.approx((SOUND_MS, 3 * SOUND_MS, 3 * SOUND_MS))
     assert sample.spread == pytest.approx(2.0)
     assert rounds_of(device, BUSY[1]) == FIRST + 2 * LATER + 1 + 3 * (LATER + 1)
+
+
+def test_what_rounds_bring_is_delivered_behind_the_next(rig: Rig) -> None:
+    """All of it once, and none while no later round is in flight but at the end."""
+    device = rig.device(cost_ms)
+    service = rig.service(device)
+    got: list[tuple[str, int]] = []
+    behind: list[bool] = []
+
+    def deliver(outputs: Sequence[Output]) -> None:
+        got.extend((output.request_id, len(output.token_ids)) for output in outputs)
+        if outputs:
+            behind.append(not service.pipeline.empty)
+
+    probe(replace(service, deliver=deliver), effective_of([Point(0, 0, 2, 2)], WIDE[:1]), silent)
+    decoded = sum(plan.shape.prefill_tokens == 0 for plan in device.plans)
+    assert sum(tokens for _, tokens in got) == 2 * decoded + 2  # the prompts brought a token each
+    assert {request for request, _ in got} == {"calibration-1", "calibration-2"}
+    assert all(behind[:-1]) and not behind[-1]
 
 
 def test_points_of_short_rounds_get_more_windows(rig: Rig) -> None:
