@@ -102,8 +102,10 @@ def choose(config: Config, *, whole_grid: bool = False) -> Choices:
     return Choices(config, platform, model, drafter, adaptation)
 
 
-async def build_parts(choices: Choices, *, progress: Progress = silent) -> Built:
-    """Load, allocate, warm up and calibrate. The caller closes the threads."""
+async def build_parts(
+    choices: Choices, *, progress: Progress = silent, text: TextAssets | None = None
+) -> Built:
+    """Load, allocate, warm up and calibrate. The caller closes the threads. `text`: where it is loaded."""
     config, platform = choices.config, choices.platform
     threads = Threads()
     drafter_of = partial(make_drafter, config, platform, choices.model, choices.drafter)
@@ -114,7 +116,7 @@ async def build_parts(choices: Choices, *, progress: Progress = silent) -> Built
         )
         costs = None
         if choices.adaptation is not None and choices.adaptation.measures and choices.drafter is not None:
-            deliver = Rehearsal(await asyncio.to_thread(load_text, choices.model))
+            deliver = Rehearsal(text or await asyncio.to_thread(load_text, choices.model))
             costs = await asyncio.to_thread(
                 calibrated_costs,
                 choices.adaptation,
@@ -137,7 +139,7 @@ async def build_engine(config: Config, *, progress: Progress = silent) -> AsyncE
     """Load, allocate, warm up, calibrate and start. ConfigError names the flag that cannot be honoured."""
     choices = choose(config)
     text = await asyncio.to_thread(load_text, choices.model)
-    built = await build_parts(choices, progress=progress)
+    built = await build_parts(choices, progress=progress, text=text)
     try:
         return _start(built, text)
     except BaseException:

@@ -18,7 +18,7 @@ import torch
 
 from xspec.errors import EngineError
 
-VERSION = 3
+VERSION = 4
 """Of the C interface; a library of another version was built from other sources."""
 
 ISAS = ("amx", "avx512", "avx2", "portable")

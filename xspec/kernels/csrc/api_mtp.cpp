@@ -73,7 +73,8 @@ struct XsMtp {
     for (int64_t lane = 0; lane < draft.rows.lanes; ++lane) {
       const int64_t row = draft.rows.row_ids[lane];
       const int64_t token = step == 0 ? table.last_token[row] : draft.tokens[lane * draft.steps + step - 1];
-      if (!put_pair(lane, token, step == 0 ? draft.boundary + row * hidden : before + lane * hidden)) return false;
+      const bf16* state = step == 0 ? draft.boundary + row * hidden : before + lane * hidden;
+      if (!put_pair(lane, token, state)) return false;
     }
     return true;
   }
