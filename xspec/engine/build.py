@@ -116,7 +116,8 @@ async def build_parts(
         )
         costs = None
         if choices.adaptation is not None and choices.adaptation.measures and choices.drafter is not None:
-            deliver = Rehearsal(text or await asyncio.to_thread(load_text, choices.model))
+            if text is None:
+                text = await asyncio.to_thread(load_text, choices.model)
             costs = await asyncio.to_thread(
                 calibrated_costs,
                 choices.adaptation,
@@ -127,7 +128,7 @@ async def build_parts(
                 threads,
                 model=choices.model,
                 progress=progress,
-                deliver=deliver,
+                deliver=Rehearsal(text),
             )
     except BaseException:
         await asyncio.to_thread(threads.close)
