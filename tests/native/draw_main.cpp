@@ -121,7 +121,7 @@ int main(int argc, char** argv) {
     for (int64_t row = 0; row + 1 < world.rows; ++row) {  // two guesses of three are right
       if (world.offsets[row + 1] > 0 && pick(0, 2) > 0) world.fed[row + 1] = full.columns[row];
     }
-    for (const char* name : {"portable", "avx2", "avx512", "amx"}) {
+    for (const char* name : {"portable", "avx2", "avx512", "avx512_fma", "amx"}) {
       const xs::Ops* ops = xs::choose_ops(name);
       if (ops == nullptr) continue;
       for (const int threads : {1, 3}) {

@@ -273,7 +273,7 @@ int main(int argc, char** argv) {
     const Buffer<bf16> residual = random_bf16(world.rows * world.shape.hidden, 1.0f);
     const Result expected = run(world, xs::portable_ops(), 1, residual.get());
     const double allowed = 0.03 * static_cast<double>(world.loops);  // a loop reads what the last one rounded
-    for (const char* name : {"portable", "avx2", "avx512", "amx"}) {
+    for (const char* name : {"portable", "avx2", "avx512", "avx512_fma", "amx"}) {
       const xs::Ops* ops = xs::choose_ops(name);
       if (ops == nullptr) continue;
       const Result one = run(world, *ops, 1, residual.get()), three = run(world, *ops, 3, residual.get());

@@ -21,7 +21,7 @@ from xspec.errors import EngineError
 VERSION = 4
 """Of the C interface; a library of another version was built from other sources."""
 
-ISAS = ("amx", "avx512", "avx2", "portable")
+ISAS = ("amx", "avx512_fma", "avx512", "avx2", "portable")
 """Instruction sets by preference."""
 
 

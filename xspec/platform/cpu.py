@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-NATIVE = ("amx", "avx512", "avx2")
+NATIVE = ("amx", "avx512_fma", "avx512", "avx2")
 """Instruction sets whose native kernels are taken unasked: the portable loops are slower than torch."""
 
 DRY_RUN_ROWS = 64

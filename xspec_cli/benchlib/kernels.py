@@ -42,6 +42,9 @@ MATMUL_SIZE = 2048
 TRIAL_SIZE = 512
 """Tells whether a type is multiplied fast: without instructions for it that takes a hundred times as long."""
 
+HOPELESS = 10
+"""A type that takes this many times as long at TRIAL_SIZE is not tried at MATMUL_SIZE."""
+
 CEILING_SHOTS = 2
 
 RESIDUAL = frozenset(("output", "down"))
@@ -75,8 +78,9 @@ class CeilingMeter:
         self._copy = torch.zeros_like(self._source)
         self._platform = platform
         types = dict.fromkeys((dtype, torch.float32) if dtype.itemsize < 4 else (dtype,))
-        trials = {one: torch.ones(TRIAL_SIZE, TRIAL_SIZE, dtype=one, device=device) for one in types}
-        best = min(trials, key=lambda one: self._seconds(lambda: trials[one] @ trials[one]))
+        trials = {one: self._product_s(TRIAL_SIZE, one) for one in types}
+        hopeful = [one for one in types if trials[one] < HOPELESS * min(trials.values())]
+        best = min(hopeful, key=lambda one: self._product_s(MATMUL_SIZE, one))
         self._square = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device).to(best)
         self()  # first calls touch memory and make primitives
 
@@ -88,6 +92,10 @@ class CeilingMeter:
             matmul_gflop_s=flops / self._seconds(lambda: square @ square) / 1e9,
             matmul_dtype=str(square.dtype).removeprefix("torch."),
         )
+
+    def _product_s(self, size: int, dtype: torch.dtype) -> float:
+        square = torch.ones(size, size, dtype=dtype, device=self._source.device)
+        return self._seconds(lambda: square @ square)
 
     def _seconds(self, run: Callable[[], object]) -> float:
         taken_s = []

@@ -40,6 +40,7 @@ void avx512_rms_norm(Worker&, const bf16* x, int64_t x_stride, const bf16* weigh
 void avx512_norm_sum(Worker&, const NormSum&);
 void avx512_rope_store(Worker&, const RopeStore&);
 void avx512_attend(Worker&, const Attend&);
+void fma512_attend(Worker&, const Attend&);
 void amx_attend(Worker&, const Attend&);
 void avx512_argmax(Worker&, const bf16* x, int64_t stride, int64_t rows, int64_t cols, int64_t* index,
                    float* value);

@@ -9,6 +9,7 @@ namespace xs {
 namespace {
 
 #include "lanes_avx512.inc"
+#include "lanes_dot512.inc"
 #include "exp2.inc"
 #include "tiles.inc"
 

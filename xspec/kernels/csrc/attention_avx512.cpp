@@ -11,6 +11,7 @@ namespace xs {
 namespace {
 
 #include "lanes_avx512.inc"
+#include "lanes_dot512.inc"
 #include "exp2.inc"
 
 constexpr int kMaxPairs = 12;  // (row, head) pairs that read keys together; 24 of 32 registers hold sums

@@ -34,6 +34,8 @@ void amx_linear_bf16(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* 
                      const bf16* add, int64_t add_stride);
 void avx512_linear_bf16(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
                         const bf16* add, int64_t add_stride);
+void fma512_linear_bf16(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
+                        const bf16* add, int64_t add_stride);
 void avx2_linear_bf16(Worker&, const Linear&, const Rows& x, int64_t rows, bf16* y, int64_t y_stride,
                       const bf16* add, int64_t add_stride);
 
