@@ -18,7 +18,7 @@ from tiny_dspark import BLOCK, Sizes
 from xspec.draft.base import DraftMemory, Published
 from xspec.draft.dspark import DSparkDrafter
 from xspec.draft.heads import Block, ConfidenceHead, SelectedProbability
-from xspec.kernels.base import Kernels
+from xspec.kernels.base import ConfidenceParts, Kernels
 from xspec.kernels.cpu import CpuKernels
 from xspec.kernels.reference import ReferenceKernels
 from xspec.kv.layout import Planes
@@ -410,7 +410,7 @@ def test_every_row_has_the_confidence_of_its_own_regime() -> None:
     hidden = torch.randn(2, 3, 64)
     weight, bias = torch.randn(64) * 0.1, torch.tensor([0.5])
     temperatures, offsets = torch.tensor([[1.0, 2.0], [4.0, 0.5]]), torch.tensor([[0.0, 0.5], [-1.0, 0.25]])
-    head = ConfidenceHead(weight, bias, temperatures, offsets, with_markov=False)
+    head = ConfidenceHead(ConfidenceParts(weight, bias, temperatures, offsets, False))
     mixed = head(Block(hidden, (), (), (), torch.tensor([True, False, True])))
     raw = (hidden @ weight + 0.5).T  # [R, B]
     same(mixed[1], torch.sigmoid(raw[1] / torch.tensor([1.0, 2.0]) + torch.tensor([0.0, 0.5])), 1e-6)
@@ -424,15 +424,17 @@ def test_confidence_is_computed_in_fp32_from_half_precision_states() -> None:
     weight, bias = torch.randn(72) * 0.1, torch.tensor([0.5])
     temperatures, offsets = torch.tensor([1.0, 2.0, 0.5]).repeat(2, 1), torch.tensor([[0.0, 1.0, -1.0]] * 2)
     block = Block(hidden, tuple(embedded), (), ())
-    found = ConfidenceHead(weight, bias, temperatures, offsets, with_markov=True)(block)
+    found = ConfidenceHead(ConfidenceParts(weight, bias, temperatures, offsets, True))(block)
     features = torch.cat((hidden, embedded), -1).double()
     logits = (features @ weight.double() + 0.5) / temperatures[0].double()[:, None]
     assert found.dtype == torch.float32 and found.shape == (4, 3)
     same(found.double(), torch.sigmoid(logits + offsets[0].double()[:, None]).T, 1e-6)
-    alone = ConfidenceHead(weight[:64], bias, temperatures, offsets, with_markov=False)(block)
+    alone = ConfidenceHead(ConfidenceParts(weight[:64], bias, temperatures, offsets, False))(block)
     same(alone[:, 0].double(), torch.sigmoid(hidden[0].double() @ weight[:64].double() + 0.5), 1e-6)
     # High ones do not all round to 1, as they would in bf16: ties, and products of ones.
-    high = ConfidenceHead(weight, bias + 8.0, temperatures[:, :1], offsets[:, :1], with_markov=True)(block)
+    high = ConfidenceHead(ConfidenceParts(weight, bias + 8.0, temperatures[:, :1], offsets[:, :1], True))(
+        block
+    )
     assert (high < 1.0).all() and (high.bfloat16() == 1.0).all()
 
 

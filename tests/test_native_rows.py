@@ -90,6 +90,7 @@ class RopeCase:
         qkv, slab = self.qkv.clone(), interleaved(self.plain)
         step = CRopeStore(
             qkv=qkv.data_ptr(),
+            stride=qkv.stride(0),
             rows=len(qkv),
             heads=self.heads,
             cos=self.cos.data_ptr(),

@@ -39,7 +39,14 @@ from xspec.draft.heads import (
     VanillaMarkov,
 )
 from xspec.errors import CheckpointError
-from xspec.kernels.base import AttentionShape, Kernels, PackedLinear
+from xspec.kernels.base import (
+    AttentionShape,
+    BlockParts,
+    ConfidenceParts,
+    FusedBlock,
+    Kernels,
+    PackedLinear,
+)
 from xspec.kv.layout import Planes
 from xspec.models.base import Target
 from xspec.models.blocks import LayerBuilder
@@ -71,20 +78,20 @@ class ContextKV:
         kv: PackedLinear,
         key_norm: RMSNorm | None,
     ) -> None:
-        self._kernels, self._layers, self._shape = kernels, layers, shape
-        self._fc, self._hidden_norm, self._kv, self._key_norm = fc, hidden_norm, kv, key_norm
+        """`kv`: of each layer its keys, then its values."""
+        self._kernels, self._layers, self._shape, self._key_norm = kernels, layers, shape, key_norm
+        self.fc, self.hidden_norm, self.kv = fc, hidden_norm, kv
 
     def __call__(self, taps: tuple[torch.Tensor, ...], cos_sin: CosSin) -> torch.Tensor:
         """Residual streams [N, hidden] each -> [L, N, 2 * G, D], keys before values, keys rotated."""
-        heads, dim = self._shape.kv_heads, self._shape.head_dim
-        kv = self._kv(self._hidden_norm(self._fc(torch.cat(taps, 1))))
-        kv = kv.view(-1, 2 * self._layers * heads, dim)  # [N, keys of all layers, then their values, D]
-        keys = kv[:, : self._layers * heads]
+        layers, heads, dim = self._layers, self._shape.kv_heads, self._shape.head_dim
+        kv = self.kv(self.hidden_norm(self.fc(torch.cat(taps, 1)))).view(-1, layers, 2, heads, dim)
+        keys = kv[:, :, 0].reshape(-1, layers * heads, dim)
         if self._key_norm is not None:
-            keys.copy_(self._key_norm(keys))
+            keys = self._key_norm(keys)
         self._kernels.rope_(keys, *cos_sin)
-        by_layer = kv.view(-1, 2, self._layers, heads, dim).permute(2, 0, 1, 3, 4)
-        return by_layer.reshape(self._layers, -1, 2 * heads, dim)
+        both = torch.cat((keys.view(-1, layers, heads, dim), kv[:, :, 1]), 2)
+        return both.transpose(0, 1).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +110,15 @@ class DSparkDrafter:
     """A Drafter (draft/base.py). Its one step count is the block it was trained on."""
 
     def __init__(
-        self, config: DSparkConfig, module: DSparkModule, target: Target, kernels: Kernels, head: DraftHead
+        self,
+        config: DSparkConfig,
+        module: DSparkModule,
+        target: Target,
+        kernels: Kernels,
+        head: DraftHead,
+        fused: FusedBlock | None = None,
     ) -> None:
+        """`fused`: the block and its context in one call each, from the same weights."""
         layers = config.layers
         self.spec = DrafterSpec(
             name="dspark",
@@ -113,7 +127,8 @@ class DSparkDrafter:
             planes=Planes(layers.num_layers, layers.kv_heads, layers.head_dim),
             block=config.block_size,
         )
-        self._module, self._target, self._kernels, self._head = module, target, kernels, head
+        self._module, self._target, self._kernels = module, target, kernels
+        self._head, self._fused = head, fused
         self._memory: DraftMemory | None = None
 
     @classmethod
@@ -145,7 +160,7 @@ class DSparkDrafter:
         finally:
             checkpoint.close()
         head = share_head(target, kernels, ids, device, quantised=quantization != "none")
-        return cls(config, module, target, kernels, head)
+        return cls(config, module, target, kernels, head, _fuse(config, module, kernels, target, head))
 
     def attach(self, memory: DraftMemory) -> None:
         if len(memory.slabs) != len(self._module.layers):
@@ -158,9 +173,12 @@ class DSparkDrafter:
         """Nothing belongs to a row: the context lies in its pages, those of a prefix-cache hit included."""
 
     def publish(self, published: Published) -> None:
-        memory, inputs = self._attached(), published.inputs
-        kv = self._module.context(published.hidden.taps, self._module.rope(inputs.positions))
+        memory, inputs, fused = self._attached(), published.inputs, self._fused
         slots = published.slots_or(memory.sink_slot)
+        if fused is not None and fused.takes(memory.slabs[0]):
+            fused.publish(published.hidden.taps, inputs.positions, slots, memory.slabs)
+            return
+        kv = self._module.context(published.hidden.taps, self._module.rope(inputs.positions))
         for slab, layer_kv in zip(memory.slabs, kv.unbind(0), strict=True):
             self._kernels.store_kv(slab, layer_kv, slots)
 
@@ -168,6 +186,9 @@ class DSparkDrafter:
         """The block's keys and values lie at p .. p + B - 1 until facts or the next block replace them."""
         if steps not in self.spec.steps:
             raise ValueError(f"a block of {self.spec.block} is never drafted as {steps}")
+        slabs, fused, greedy = self._attached().slabs, self._fused, context.greedy
+        if fused is not None and greedy is not None and fused.takes(slabs[0]) and fused.knows(greedy.rows):
+            return Draft(*fused(greedy.rows, greedy.pages, slabs, context.sampled))
         hidden = self._backbone(context)  # [B, R, H]
         width, lanes = hidden.shape[:2]
         base = self._head.logits(hidden.flatten(0, 1)).view(width, lanes, -1)
@@ -221,13 +242,40 @@ def _module(
     )
 
 
+def _fuse(
+    config: DSparkConfig, module: DSparkModule, kernels: Kernels, target: Target, head: DraftHead
+) -> FusedBlock | None:
+    embedding, layers, context = target.embedding(), module.layers.fused, module.context
+    if embedding is None or layers is None or head.packed is None or config.gated:
+        return None
+    table, markov = module.markov.parts() or (None, None)
+    signals = module.signals
+    return kernels.fuse_block(
+        BlockParts(
+            embedding=embedding,
+            mask=module.mask,
+            slots=config.block_size,
+            layers=layers,
+            head=head.packed,
+            ids=head.ids,
+            markov_table=table,
+            markov=markov,
+            confidence=signals.parts if isinstance(signals, ConfidenceHead) else None,
+            taps=len(config.taps),
+            context=context.fc,
+            context_norm=context.hidden_norm.weights,
+            kv=context.kv,
+        )
+    )
+
+
 def _context(config: DSparkConfig, build: LayerBuilder, shape: AttentionShape) -> ContextKV:
     """A second copy of the layers' k and v weights, all under one another: one product instead of many."""
     layers = config.layers
     rows = layers.kv_heads * layers.head_dim
     prefixes = [f"{layer_prefix(index)}self_attn." for index in range(layers.num_layers)]
     parts = tuple(
-        LinearPart(f"{prefix}{kind}_proj", rows, layers.qkv_bias) for kind in "kv" for prefix in prefixes
+        LinearPart(f"{prefix}{kind}_proj", rows, layers.qkv_bias) for prefix in prefixes for kind in "kv"
     )
     key_norm = None
     if layers.head_norm:
@@ -274,7 +322,9 @@ def _signals(config: DSparkConfig, build: LayerBuilder, regime: str | None, wher
         table = config.calibration[name]
         temperatures[row].copy_(torch.tensor(table.temperatures, dtype=wide))
         offsets[row].copy_(torch.tensor(table.biases, dtype=wide))
-    return ConfidenceHead(weight[0], bias, temperatures, offsets, with_markov=config.confidence_with_markov)
+    return ConfidenceHead(
+        ConfidenceParts(weight[0], bias, temperatures, offsets, config.confidence_with_markov)
+    )
 
 
 def _tables(config: DSparkConfig, regime: str | None, where: str) -> tuple[str, ...]:

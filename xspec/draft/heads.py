@@ -12,12 +12,15 @@ from typing import Protocol
 
 import torch
 
-from xspec.kernels.base import PackedLinear
+from xspec.kernels.base import ConfidenceParts, PackedLinear
 from xspec.nn.embed import Embedding
 
 
 class Markov(Protocol):
     """First-order dependence inside a block: what slot k adds to its logits, knowing token k - 1."""
+
+    def parts(self) -> tuple[torch.Tensor, PackedLinear] | None:
+        """(W1 [V, r], W2) where it is linear in W1[previous], for a device that drafts in one call."""
 
     def embed(self, previous: torch.Tensor) -> torch.Tensor:
         """Target ids [R] -> [R, r]."""
@@ -32,6 +35,9 @@ class NoMarkov:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
+    def parts(self) -> tuple[torch.Tensor, PackedLinear] | None:
+        return None
+
     def embed(self, previous: torch.Tensor) -> torch.Tensor:
         return torch.empty(previous.shape[0], 0, dtype=self._dtype, device=previous.device)
 
@@ -45,6 +51,10 @@ class VanillaMarkov:
     def __init__(self, table: Embedding, output: PackedLinear) -> None:
         self._table, self._output = table, output
 
+    def parts(self) -> tuple[torch.Tensor, PackedLinear] | None:
+        table = self._table.table
+        return None if table is None else (table, self._output)
+
     def embed(self, previous: torch.Tensor) -> torch.Tensor:
         return self._table(previous)
 
@@ -57,6 +67,9 @@ class GatedMarkov:
 
     def __init__(self, table: Embedding, output: PackedLinear, gate: PackedLinear) -> None:
         self._table, self._output, self._gate = table, output, gate
+
+    def parts(self) -> tuple[torch.Tensor, PackedLinear] | None:
+        return None
 
     def embed(self, previous: torch.Tensor) -> torch.Tensor:
         return self._table(previous)
@@ -94,33 +107,22 @@ class Signals(Protocol):
 class ConfidenceHead:
     """sigmoid((w . [h ; e] + b) / T_k + o_k), in fp32 at least: half types round it to exactly 1.
 
-    `weight` [H] or, with the Markov embedding as input, [H + r]; `bias` [1]; `temperatures` and `offsets`
-    [2, B] calibrate each slot, for greedy lanes and for sampled ones. It reads the slot's hidden state and
-    the token before it, so it never sees the draw it judges.
+    It reads the slot's hidden state and the token before it, so it never sees the draw it judges.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        temperatures: torch.Tensor,
-        offsets: torch.Tensor,
-        *,
-        with_markov: bool,
-    ) -> None:
-        self._weight, self._bias, self._with_markov = weight, bias, with_markov
-        self._temperatures, self._offsets = temperatures, offsets
+    def __init__(self, parts: ConfidenceParts) -> None:
+        self.parts = parts
 
     def __call__(self, block: Block) -> torch.Tensor:
-        features = block.hidden
-        if self._with_markov:
+        parts, features = self.parts, block.hidden
+        if parts.with_markov:
             features = torch.cat((features, torch.stack(tuple(block.embedded))), -1)
-        logits = features.to(self._weight.dtype) @ self._weight + self._bias  # [B, R]
+        logits = features.to(parts.weight.dtype) @ parts.weight + parts.bias  # [B, R]
         if block.sampled is None:
-            temperatures, offsets = self._temperatures[:1], self._offsets[:1]
+            temperatures, offsets = parts.temperatures[:1], parts.offsets[:1]
         else:
             regime = block.sampled.to(torch.int64)
-            temperatures, offsets = self._temperatures[regime], self._offsets[regime]
+            temperatures, offsets = parts.temperatures[regime], parts.offsets[regime]
         return torch.sigmoid(logits.T / temperatures + offsets).float()
 
 

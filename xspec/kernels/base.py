@@ -151,6 +151,64 @@ class FusedSteps(Protocol):
         """Carry on as `FusedCarry` does; store the K/V of the pairs of tokens [N] and states before."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConfidenceParts:
+    """sigmoid((w . [h ; e] + b) / T + o) in fp32: of hidden state h and, `with_markov`, embedding e."""
+
+    weight: torch.Tensor  # [hidden] or [hidden + rank]
+    bias: torch.Tensor  # [1]
+    temperatures: torch.Tensor  # [2, slots] of greedy lanes and of sampled ones
+    offsets: torch.Tensor  # [2, slots]
+    with_markov: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockParts:
+    """What drafting a block is made of (`draft.dspark`), as packed by the same kernels."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    mask: torch.Tensor  # [hidden]
+    slots: int
+    layers: FusedLayers  # with their norm
+    head: PackedLinear
+    ids: torch.Tensor | None  # [D] token of each column; None: the column
+    markov_table: torch.Tensor | None  # [vocab, rank]; None: slots do not know each other's tokens
+    markov: PackedLinear | None
+    confidence: ConfidenceParts | None  # None: the softmax probability
+    taps: int
+    context: PackedLinear  # [N, taps * hidden] -> [N, hidden]
+    context_norm: NormWeights
+    kv: PackedLinear  # [N, hidden] -> [N, layers * 2 * G * D], keys of a layer before its values
+
+
+class FusedBlock(Protocol):
+    """Drafting a block, every slot the likeliest token, and keeping its context."""
+
+    def takes(self, slab: torch.Tensor) -> bool:
+        """Whether it reads pages as they lie in `slab`."""
+
+    def knows(self, rows: DraftRows) -> bool:
+        """Whether they are rows of the same kernels."""
+
+    def __call__(
+        self, rows: DraftRows, pages: int, slabs: Sequence[torch.Tensor], sampled: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [L, slots] int64 and how likely each is accepted, float32.
+
+        `rows` of L lanes, whose tables are granted `pages` pages at most; sampled [L] bool: lanes whose
+        target draws with a temperature. Writes the block's K/V into `slabs`, one per layer.
+        """
+
+    def publish(
+        self,
+        taps: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        slabs: Sequence[torch.Tensor],
+    ) -> None:
+        """Store the context's K/V of taps [N, hidden] each at slots [N]."""
+
+
 class PagedAttention(Protocol):
     """One forward pass's view of the paged cache, prepared once and used by every layer."""
 
@@ -203,6 +261,9 @@ class Kernels(Protocol):
 
     def fuse_steps(self, parts: StepParts) -> FusedSteps | None:
         """Draft steps of multi-token prediction in one call; None where this device runs them op by op."""
+
+    def fuse_block(self, parts: BlockParts) -> FusedBlock | None:
+        """Drafting a block in one call; None where this device runs it op by op."""
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
         """Why a row's result may depend, in its last bits, on the rows beside it; empty: it never does.

@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from xspec.errors import UnsupportedError
-from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, PackedLinear, Rotary, StepParts
+from xspec.kernels.base import (
+    AttentionShape,
+    BlockParts,
+    LayerWeights,
+    NormWeights,
+    PackedLinear,
+    Rotary,
+    StepParts,
+)
 
 if TYPE_CHECKING:
     from xspec.kernels.quantised import Blocks
@@ -245,6 +253,9 @@ class CpuKernels:
         return None
 
     def fuse_steps(self, parts: StepParts) -> None:
+        return None
+
+    def fuse_block(self, parts: BlockParts) -> None:
         return None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch
 
 from xspec.kernels.base import (
     AttentionShape,
+    BlockParts,
     FusedLayers,
     LayerWeights,
     NormWeights,
@@ -27,6 +28,7 @@ from xspec.kernels.native_attention import MAX_HEAD_DIM, PAGE_UNIT, NativeAttent
 from xspec.kernels.native_blocks import NativeBlocks
 from xspec.kernels.native_calls import rms_norm, store_kv
 from xspec.kernels.native_draws import NativeDraws
+from xspec.kernels.native_dspark import NativeBlock, block_fits
 from xspec.kernels.native_layers import NativeLayers, layers_fit
 from xspec.kernels.native_linear import BF16, UNIT, NativeLinear
 from xspec.kernels.native_mtp import NativeSteps, steps_fit
@@ -90,6 +92,9 @@ class NativeKernels:
 
     def fuse_steps(self, parts: StepParts) -> NativeSteps | None:
         return NativeSteps(self._team, parts) if steps_fit(parts) else None
+
+    def fuse_block(self, parts: BlockParts) -> NativeBlock | None:
+        return NativeBlock(self._team, parts) if block_fits(parts) else None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
         reasons = list(self._gaps)

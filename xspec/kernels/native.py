@@ -11,14 +11,14 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from xspec.errors import EngineError
 
-VERSION = 4
+VERSION = 5
 """Of the C interface; a library of another version was built from other sources."""
 
 ISAS = ("amx", "avx512_fma", "avx512", "avx2", "portable")
@@ -69,6 +69,7 @@ class CCache(ctypes.Structure):
 class CRopeStore(ctypes.Structure):
     _fields_ = [
         ("qkv", _PTR),
+        ("stride", _I64),
         ("rows", _I64),
         ("heads", _I64),
         ("cos", _PTR),
@@ -240,6 +241,28 @@ class Memory:
         chunk = whole[start : start + size]
         self._library.c.xs_advise_huge(chunk.data_ptr(), -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
         return chunk
+
+
+def declare(
+    library: NativeLibrary,
+    part: str,
+    structs: Sequence[type[ctypes.Structure]],
+    prototypes: Mapping[str, Sequence[type]],
+) -> ctypes.CDLL:
+    """The library with the calls of a part of it, and its `_destroy`.
+
+    EngineError if it was built from sources whose structs have other sizes.
+    """
+    sizes = (_I64 * len(structs))()
+    getattr(library.c, f"{part}_struct_sizes")(sizes)
+    if list(sizes) != [ctypes.sizeof(struct) for struct in structs]:
+        raise EngineError(f"{library.path} was built from other sources than this xspec: install it again")
+    for name, arguments in prototypes.items():
+        call = getattr(library.c, name)
+        call.restype, call.argtypes = ctypes.c_int32, list(arguments)
+    destroy = getattr(library.c, f"{part}_destroy")
+    destroy.restype, destroy.argtypes = None, [_PTR]
+    return library.c
 
 
 class Team:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from xspec.errors import EngineError
 from xspec.kernels.base import StepParts
-from xspec.kernels.native import CLinear, Team, check
+from xspec.kernels.native import CLinear, Team, check, declare
 from xspec.kernels.native_attention import pages_fit
 from xspec.kernels.native_carry import CCarry, carry_struct
 from xspec.kernels.native_layers import NativeLayers
@@ -87,7 +86,7 @@ class NativeSteps:
         join, head = parts.join, parts.head
         assert isinstance(join, NativeLinear) and isinstance(head, NativeLinear)
         assert isinstance(parts.layers, NativeLayers)
-        self._team, self._c = team, _declare(team)
+        self._team, self._c = team, declare(team.library, "xs_mtp", _STRUCTS, _PROTOTYPES)
         self._parts, self._hidden = parts, parts.embedding.shape[1]  # native code has addresses of the parts
         own = CMtpParts(
             embedding=parts.embedding.data_ptr(),
@@ -154,18 +153,3 @@ class NativeSteps:
             )
             status = self._c.xs_mtp_publish(self._team.handle, self._handle, ctypes.byref(step))
         check(status, "xs_mtp_publish")
-
-
-def _declare(team: Team) -> ctypes.CDLL:
-    """The library with the prototypes of these calls. EngineError if it was built from other sources."""
-    c = team.library.c
-    sizes = (_I64 * len(_STRUCTS))()
-    c.xs_mtp_struct_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(struct) for struct in _STRUCTS]:
-        raise EngineError(
-            f"{team.library.path} was built from other sources than this xspec: install it again"
-        )
-    for name, arguments in _PROTOTYPES.items():
-        getattr(c, name).restype, getattr(c, name).argtypes = _I32, list(arguments)
-    c.xs_mtp_destroy.restype, c.xs_mtp_destroy.argtypes = None, [_PTR]
-    return c

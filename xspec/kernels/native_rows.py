@@ -217,6 +217,10 @@ class NativeDraftRows:
         """Buffers of a pass over one row of each lane, for native code to fill; until the next call."""
         return self._buffers((0, 1, True))[0]
 
+    def block_a_lane(self, width: int) -> CPassRows:
+        """Likewise of a pass over `width` rows of each lane that see each other."""
+        return self._buffers((0, width, False))[0]
+
     def _buffers(self, kind: tuple[int, int, bool]) -> tuple[CPassRows, ForwardInputs]:
         if kind not in self._kinds:
             width = kind[1]

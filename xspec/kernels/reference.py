@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from xspec.kernels.base import AttentionShape, LayerWeights, NormWeights, Rotary, StepParts
+from xspec.kernels.base import AttentionShape, BlockParts, LayerWeights, NormWeights, Rotary, StepParts
 from xspec.kernels.quantised import Blocks, ReferenceBlocks
 
 if TYPE_CHECKING:
@@ -96,6 +96,9 @@ class ReferenceKernels:
         return None
 
     def fuse_steps(self, parts: StepParts) -> None:
+        return None
+
+    def fuse_block(self, parts: BlockParts) -> None:
         return None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ using xs::kInvalid;
 using xs::kNoMemory;
 using xs::kOk;
 
-constexpr int32_t kVersion = 4;
+constexpr int32_t kVersion = 5;
 
 }  // namespace
 

@@ -62,6 +62,7 @@ struct Cache {
 // Rotates query and key heads of qkv [rows, (H + 2 G) * D] in place and stores keys and values.
 struct RopeStore {
   bf16* qkv;
+  int64_t stride;  // numbers from row to row
   int64_t rows, heads;
   const float* cos;  // [rows, D]; both halves alike
   const float* sin;  // [rows, D]; first half negated

@@ -122,7 +122,7 @@ void rope_store(Worker& worker, const RopeStore& step) {
   const Cache& cache = step.cache;
   const int64_t dim = cache.dim, rotated = step.heads + cache.kv_heads, all = rotated + cache.kv_heads;
   for (int64_t row; (row = worker.next()) < step.rows;) {
-    bf16* qkv = step.qkv + row * all * dim;
+    bf16* qkv = step.qkv + row * step.stride;
     const int64_t page = step.slots[row] / cache.block, token = step.slots[row] % cache.block;
     for (int64_t head = step.store_queries ? 0 : step.heads; head < all; ++head) {
       bf16* values = qkv + head * dim;

@@ -167,6 +167,7 @@ struct Stack::Steps {
   void store(const Layer& layer, bf16* slab, bool queries) {
     RopeStore step{};
     step.qkv = own.qkv;
+    step.stride = (shape.heads + 2 * shape.kv_heads) * shape.dim;
     step.rows = pass.rows;
     step.heads = shape.heads;
     step.cos = own.cos;
@@ -176,6 +177,22 @@ struct Stack::Steps {
     step.slots = pass.slots;
     step.finite = pass.finite != 0;
     step.store_queries = queries;
+    step.cache = cache(slab);
+    ops.rope_store(worker, step);
+    worker.barrier();
+  }
+
+  // Of keys and values [rows, stride] alone.
+  void store_context(const Layer& layer, bf16* kv, int64_t stride, bf16* slab) {
+    RopeStore step{};
+    step.qkv = kv;
+    step.stride = stride;
+    step.rows = pass.rows;
+    step.cos = own.cos;
+    step.sin = own.sin;
+    step.head_norm = layer.head_norm == nullptr ? nullptr : layer.head_norm + shape.heads * shape.dim;
+    step.eps = layer.eps;
+    step.slots = pass.slots;
     step.cache = cache(slab);
     ops.rope_store(worker, step);
     worker.barrier();
@@ -269,6 +286,19 @@ void Stack::publish(Team& team, const Ops& ops, const Pass& pass) {
     steps.norm(pass.residual, layer.input_norm, layer.eps, own.normed);
     steps.linear(layer.qkv, own.normed, own.qkv, qkv_width, nullptr);
     steps.store(layer, pass.slabs[0], false);
+  });
+}
+
+void Stack::store_context(Team& team, const Ops& ops, const Pass& pass, bf16* kv) {
+  const Buffers own = reserve(pass.rows);
+  const int64_t each = 2 * shape_.kv_heads * shape_.dim, stride = each * static_cast<int64_t>(layers_.size());
+  team.run([&](Worker& worker) {
+    Steps steps{worker, ops, shape_, pass, own};
+    steps.turns();
+    worker.barrier();
+    for (size_t index = 0; index < layers_.size(); ++index) {
+      steps.store_context(layers_[index], kv + static_cast<int64_t>(index) * each, stride, pass.slabs[index]);
+    }
   });
 }
 

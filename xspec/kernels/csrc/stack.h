@@ -67,6 +67,9 @@ class Stack {
   void forward(Team& team, const Ops& ops, const Pass& pass);
   // Only layer 0's norm, keys and values of pass.residual, stored at pass.slots: nothing is attended to.
   void publish(Team& team, const Ops& ops, const Pass& pass);
+  // Keys and values of every layer as they come from outside, kv [rows, layers, 2 G, D] before norm and
+  // rotation, which are done in place; stored at pass.slots.
+  void store_context(Team& team, const Ops& ops, const Pass& pass, bf16* kv);
 
  private:
   struct Buffers;
