@@ -16,13 +16,13 @@ from xspec.calib.bar import Bar, work_of
 from xspec.calib.crew import Crew
 from xspec.calib.quality import DISTURBED
 from xspec.calib.service import ProbePolicy, Service
-from xspec.core.request import FinishReason, Output
+from xspec.core.request import FinishReason
 from xspec.core.round import RoundFeedback
 from xspec.cost.model import Sample
 from xspec.cost.schema import MOST_ADDED
 from xspec.cost.settings import Effective, Point
 from xspec.errors import ConfigError, EngineError
-from xspec.exec.driver import Driver
+from xspec.exec.driver import Driver, Retirement
 from xspec.progress import Progress
 
 PROMPT_ROUNDS = 3
@@ -98,7 +98,7 @@ class _Run:
             draft_block=service.draft_block,
         )
         self._sent: deque[_Sent] = deque()
-        self._undelivered: tuple[Output, ...] = ()
+        self._undelivered: list[Retirement] = []
         self._last: Point | None = None  # what the newest round decodes
         self._foreseen = {*range(len(effective.contexts))}  # contexts whose filling the bar has counted
         self._prefills: list[list[tuple[int, float]]] = []  # by filling: (tokens, ms) of steady rounds
@@ -253,8 +253,9 @@ class _Run:
 
     def _deliver(self) -> None:
         """As the engine's loop does it: after the next round was submitted."""
-        outputs, self._undelivered = self._undelivered, ()
-        self._service.deliver(outputs)
+        retirements, self._undelivered = self._undelivered, []
+        for retirement in retirements:
+            self._service.deliver(retirement)
 
     def _retire(self) -> None:
         sent = self._sent.popleft()
@@ -266,7 +267,7 @@ class _Run:
         for output in retirement.outputs:
             if output.finish_reason is FinishReason.ERROR:
                 raise EngineError(f"calibrating {sent.where}: {output.error}")
-        self._undelivered += retirement.outputs
+        self._undelivered.append(retirement)
         assert retirement.feedback is not None
         self._bar.advance(sent.work)
         _check(sent, retirement.feedback)

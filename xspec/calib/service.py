@@ -6,24 +6,24 @@ Everything in it is what serving uses; only the scheduler is one of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from xspec.config import Config
-from xspec.core.request import Output
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.cost.settings import Point
 from xspec.exec.assemble import Assembly, make_scheduler, ring_slots
+from xspec.exec.driver import Retirement
 from xspec.exec.pipeline import Pipeline
 from xspec.platform.base import Platform
 from xspec.policy.base import PolicyView
 from xspec.sched.scheduler import Scheduler
 
-Deliver = Callable[[Sequence[Output]], None]
+Deliver = Callable[[Retirement], None]
 
 
-def ignore(outputs: Sequence[Output]) -> None:
+def ignore(retirement: Retirement) -> None:
     """For engines whose text is nobody's concern."""
 
 
@@ -33,7 +33,7 @@ class Service:
 
     `scheduler`: one that nobody else uses, without a prefix cache, that neither mixes prompts into decode
     rounds nor keeps pages back. `slots`: rounds the pipeline holds. `clock_s`: a steady clock. `deliver`:
-    what serving does with a round's outputs once the next round is submitted.
+    what serving does with a round's outcome once the next round is submitted.
     """
 
     scheduler: Scheduler

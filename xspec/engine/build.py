@@ -7,6 +7,7 @@ parts it assembles.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -115,25 +116,35 @@ async def build_parts(
             lambda: assemble(config, platform, choices.model, drafter_of, speculation, progress)
         )
         costs = None
-        if choices.adaptation is not None and choices.adaptation.measures and choices.drafter is not None:
+        if choices.adaptation is not None and choices.adaptation.measures:
             if text is None:
                 text = await asyncio.to_thread(load_text, choices.model)
-            costs = await asyncio.to_thread(
-                calibrated_costs,
-                choices.adaptation,
-                config,
-                platform,
-                parts,
-                choices.drafter,
-                threads,
-                model=choices.model,
-                progress=progress,
-                deliver=Rehearsal(text),
-            )
+            costs = await asyncio.to_thread(_measure, choices, parts, threads, text, progress)
     except BaseException:
         await asyncio.to_thread(threads.close)
         raise
     return Built(choices, parts, threads, costs)
+
+
+def _measure(
+    choices: Choices, parts: Assembly, threads: Threads, text: TextAssets, progress: Progress
+) -> Calibrated | None:
+    adaptation, drafter = choices.adaptation, choices.drafter
+    if adaptation is None or drafter is None:
+        return None
+    metrics = _metrics("calibration", choices, parts)
+    with contextlib.closing(Rehearsal(text, metrics)) as rehearsal:
+        return calibrated_costs(
+            adaptation,
+            choices.config,
+            choices.platform,
+            parts,
+            drafter,
+            threads,
+            model=choices.model,
+            progress=progress,
+            deliver=rehearsal,
+        )
 
 
 async def build_engine(config: Config, *, progress: Progress = silent) -> AsyncEngine:
@@ -150,7 +161,7 @@ async def build_engine(config: Config, *, progress: Progress = silent) -> AsyncE
 
 def _start(built: Built, text: TextAssets) -> AsyncEngine:
     choices, parts = built.choices, built.parts
-    config, path, drafter = choices.config, choices.model, choices.drafter
+    config, path = choices.config, choices.model
     pipeline = Pipeline(parts.runner, built.threads, ring_slots(config, choices.platform))
     policies = _policies(built)
     info = _info(built)
@@ -166,13 +177,7 @@ def _start(built: Built, text: TextAssets) -> AsyncEngine:
         text=text,
         driver=driver,
         threads=built.threads,
-        metrics=Metrics(
-            model_id,
-            max_model_len=parts.max_model_len,
-            draft_width=0 if drafter is None else drafter.steps,
-            adaptive=choices.adaptation is not None,
-            pairs=choices.adaptation is not None and choices.adaptation.spec is not None,
-        ),
+        metrics=_metrics(model_id, choices, parts),
         admission=Admission(
             max_model_len=parts.max_model_len,
             vocab_size=parts.target.spec.vocab_size,
@@ -182,6 +187,17 @@ def _start(built: Built, text: TextAssets) -> AsyncEngine:
         info=info,
         policies=policies.named,
         trace=trace,
+    )
+
+
+def _metrics(model_id: str, choices: Choices, parts: Assembly) -> Metrics:
+    drafter, adaptation = choices.drafter, choices.adaptation
+    return Metrics(
+        model_id,
+        max_model_len=parts.max_model_len,
+        draft_width=0 if drafter is None else drafter.steps,
+        adaptive=adaptation is not None,
+        pairs=adaptation is not None and adaptation.spec is not None,
     )
 
 
