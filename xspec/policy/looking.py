@@ -20,6 +20,9 @@ MAX_STRETCH = 4
 STABLE_RATE = 0.05
 """Match rates that differ by less between two bursts are the same."""
 
+STABLE_SIGMAS = 2.0
+"""So are those that differ by so many standard deviations of what the least known depth stands on."""
+
 THIN_FLAGS, THIN_SHARE = 128.0, 4.0
 """Until every depth has so many flags, bursts come at so many times the share: few flags are noise."""
 
@@ -83,14 +86,14 @@ class Looking:
         if not self._shadows:
             self._earn(plan)
             return
-        self._thin = least_flags < THIN_FLAGS
+        self._thin = self._thin and least_flags < THIN_FLAGS
         off = plan.draft_steps == 0
         if off != self._off:
             self._off, self._off_gap, self._stretch = off, self._disable.backoff_first, 1
         if shifted:
             self._stretch, self._off_gap, self._unsure = 1, self._disable.backoff_first, True
         if burst and not self._quota.open:
-            self._end_burst(rates)
+            self._end_burst(rates, least_flags)
         elif not self._quota.open:
             self._waited += 1
         if not self._quota.open and (self._unsure or self._waited >= self._gap):
@@ -106,10 +109,11 @@ class Looking:
             share = min(0.5, THIN_SHARE * self._settings.shadow_share)
         return max(0, round(self._settings.shadow_burst * (1.0 / share - 1.0)))
 
-    def _end_burst(self, rates: list[float]) -> None:
+    def _end_burst(self, rates: list[float], flags: float) -> None:
         before, self._rates, self._waited = self._rates, list(rates), 0
         stable = before is not None and all(
-            abs(a - b) < STABLE_RATE for a, b in zip(before, rates, strict=True)
+            abs(a - b) < max(STABLE_RATE, STABLE_SIGMAS * (b * (1.0 - b) / max(flags, 1.0)) ** 0.5)
+            for a, b in zip(before, rates, strict=True)
         )
         if stable:
             self._stretch, self._unsure = min(2 * self._stretch, MAX_STRETCH), False
