@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from xspec.draft.base import Draft, DraftContext, DrafterSpec, DraftMemory, LoopWork, Published
+from xspec.kernels.base import FusedLoops, Kernels
 from xspec.kernels.rounds import FlatRows
 from xspec.models.base import Hidden, LoopedTarget, Target
 
@@ -43,16 +44,21 @@ class _Memory:
 class LoopedDrafter:
     """A Drafter (draft/base.py), and the pass that verifies what it drafted (`resume`)."""
 
-    def __init__(self, target: LoopedTarget, steps: int, depths: Sequence[int]) -> None:
-        """`steps`: the largest K; `depths`: loops that may draft, ascending, of 1 to D - 1."""
+    def __init__(
+        self, target: LoopedTarget, steps: int, depths: Sequence[int], fused: FusedLoops | None = None
+    ) -> None:
+        """`steps`: the largest K; `depths`: loops that may draft, ascending, of 1 to D - 1; `fused`: all
+        steps in one call, of the same weights."""
         self.spec = DrafterSpec(name="looped", steps=tuple(range(1, steps + 1)), depths=tuple(depths))
-        self._target = target
+        self._target, self._fused = target, fused
         self._own: _Memory | None = None
 
     @classmethod
-    def load(cls, target: Target, *, steps: int, depths: Sequence[int]) -> LoopedDrafter:
+    def load(cls, target: Target, *, kernels: Kernels, steps: int, depths: Sequence[int]) -> LoopedDrafter:
         """`steps` and `depths`, and that every row runs all loops, as `draft.choose` found them to fit."""
-        return cls(cast(LoopedTarget, target), steps, depths)
+        looped = cast(LoopedTarget, target)
+        parts = looped.loop_parts()
+        return cls(looped, steps, depths, None if parts is None else kernels.fuse_loops(parts))
 
     def attach(self, memory: DraftMemory) -> None:
         shape = (len(self.spec.depths), memory.rows, self.spec.max_steps + 2, self._target.spec.state_size)
@@ -68,7 +74,11 @@ class LoopedDrafter:
 
     def draft(self, context: DraftContext, steps: int) -> Draft:
         """K shallow passes with a head, and one without: the last draft needs its first loops too."""
-        own, target = self._attached(), self._target
+        own, target, fused, greedy = self._attached(), self._target, self._fused, context.greedy
+        if fused is not None and greedy is not None and fused.takes(own.kv[0]) and fused.knows(greedy.rows):
+            stops = self._stops(context.loops)
+            kept = {depth: own.states[self.spec.depths.index(depth)] for depth in stops}
+            return Draft(*fused(greedy.rows, greedy.pages, own.kv, steps, stops[-1], kept))
         tokens = context.last_tokens
         picked, signals = [], []
         for step in range(steps + 1):

@@ -44,7 +44,7 @@ def load_drafter(
         )
     match algorithm.lower():
         case "looped":
-            return LoopedDrafter.load(target, steps=steps, depths=loops)
+            return LoopedDrafter.load(target, kernels=kernels, steps=steps, depths=loops)
         case "mtp":
             return MtpDrafter.load(
                 path,

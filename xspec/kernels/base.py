@@ -5,7 +5,7 @@ N rows, H query heads, G KV heads, D head size, P pages a table row. Nothing her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -209,6 +209,42 @@ class FusedBlock(Protocol):
         """Store the context's K/V of taps [N, hidden] each at slots [N]."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """What the first loops of a looped target draft with (`draft.looped`), where each reads what the one
+    before it yielded and the head reads the same."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: FusedLayers  # of one loop, with its norm
+    head: PackedLinear  # [N, hidden] -> [N, vocab]
+
+
+class FusedLoops(Protocol):
+    """Drafting by loops: every step picks the likeliest token."""
+
+    def takes(self, slab: torch.Tensor) -> bool:
+        """Whether it reads pages as they lie in `slab`."""
+
+    def knows(self, rows: DraftRows) -> bool:
+        """Whether they are rows of the same kernels."""
+
+    def __call__(
+        self,
+        rows: DraftRows,
+        pages: int,
+        slabs: Sequence[torch.Tensor],
+        steps: int,
+        depth: int,
+        kept: Mapping[int, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [L, steps] int64 and the softmax probability of each, float32, by `depth` loops.
+
+        `rows` of L lanes, whose tables are granted `pages` pages at most; `slabs` of all loops and layers.
+        The states after so many loops, by `kept`, at steps 0 to `steps`: [table rows, steps + 1 or more,
+        hidden] each.
+        """
+
+
 class PagedAttention(Protocol):
     """One forward pass's view of the paged cache, prepared once and used by every layer."""
 
@@ -264,6 +300,9 @@ class Kernels(Protocol):
 
     def fuse_block(self, parts: BlockParts) -> FusedBlock | None:
         """Drafting a block in one call; None where this device runs it op by op."""
+
+    def fuse_loops(self, parts: LoopParts) -> FusedLoops | None:
+        """Drafting by loops in one call; None where this device runs it op by op."""
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
         """Why a row's result may depend, in its last bits, on the rows beside it; empty: it never does.

@@ -19,6 +19,7 @@ from xspec.kernels.base import (
     AttentionShape,
     BlockParts,
     LayerWeights,
+    LoopParts,
     NormWeights,
     PackedLinear,
     Rotary,
@@ -256,6 +257,9 @@ class CpuKernels:
         return None
 
     def fuse_block(self, parts: BlockParts) -> None:
+        return None
+
+    def fuse_loops(self, parts: LoopParts) -> None:
         return None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from xspec.kernels.base import (
     BlockParts,
     FusedLayers,
     LayerWeights,
+    LoopParts,
     NormWeights,
     PackedLinear,
     PagedAttention,
@@ -31,6 +32,7 @@ from xspec.kernels.native_draws import NativeDraws
 from xspec.kernels.native_dspark import NativeBlock, block_fits
 from xspec.kernels.native_layers import NativeLayers, layers_fit
 from xspec.kernels.native_linear import BF16, UNIT, NativeLinear
+from xspec.kernels.native_loops import NativeLoops, loops_fit
 from xspec.kernels.native_mtp import NativeSteps, steps_fit
 from xspec.kernels.native_ops import register_ops
 from xspec.kernels.native_rows import NativeCarry, NativeRows
@@ -95,6 +97,9 @@ class NativeKernels:
 
     def fuse_block(self, parts: BlockParts) -> NativeBlock | None:
         return NativeBlock(self._team, parts) if block_fits(parts) else None
+
+    def fuse_loops(self, parts: LoopParts) -> NativeLoops | None:
+        return NativeLoops(self._team, parts) if loops_fit(parts) else None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
         reasons = list(self._gaps)

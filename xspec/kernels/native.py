@@ -265,6 +265,11 @@ def declare(
     return library.c
 
 
+def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """For native code that wants an array of them; the tensors must outlive its call."""
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
 class Team:
     """`threads` threads that compute together, one call at a time. Their memory lives as long as this."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from xspec.kernels.base import BlockParts, ConfidenceParts
-from xspec.kernels.native import CLinear, Team, check, declare
+from xspec.kernels.native import CLinear, Team, addresses, check, declare
 from xspec.kernels.native_attention import pages_fit
 from xspec.kernels.native_layers import NativeLayers
 from xspec.kernels.native_linear import BF16, NativeLinear
@@ -126,7 +126,7 @@ class NativeBlock:
             raise ValueError(f"sampled {list(sampled.shape)} {sampled.dtype} is not a bool for each lane")
         tokens = torch.empty(flat.lanes, slots, dtype=torch.int64)
         signals = torch.empty(flat.lanes, slots)
-        places = _addresses(slabs)
+        places = addresses(slabs)
         draft = CBlockDraft(
             rows=flat,
             pages=pages,
@@ -157,7 +157,7 @@ class NativeBlock:
             raise ValueError(f"{len(taps)} taps were given, the drafter has {parts.taps}")
         given = [tap.contiguous() for tap in taps]
         positions, slots = positions.contiguous(), slots.contiguous()
-        places, states = _addresses(slabs), _addresses(given)
+        places, states = addresses(slabs), addresses(given)
         step = CBlockPublish(
             rows=rows,
             taps=ctypes.addressof(states),
@@ -203,7 +203,3 @@ def _tables(confidence: ConfidenceParts) -> list[torch.Tensor]:
 def _linear(linear: object) -> CLinear:
     assert isinstance(linear, NativeLinear)
     return linear.struct
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -76,6 +76,9 @@ class NativeLayers:
         weakref.finalize(self, c.xs_stack_destroy, self.handle).atexit = False
         self._slabs: tuple[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] | None = None
 
+    def __len__(self) -> int:
+        return self._count
+
     def takes(self, slab: torch.Tensor) -> bool:
         return pages_fit(slab.shape[2], slab.shape[3], slab.dtype)
 

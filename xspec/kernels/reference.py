@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from xspec.kernels.base import AttentionShape, BlockParts, LayerWeights, NormWeights, Rotary, StepParts
+from xspec.kernels.base import (
+    AttentionShape,
+    BlockParts,
+    LayerWeights,
+    LoopParts,
+    NormWeights,
+    Rotary,
+    StepParts,
+)
 from xspec.kernels.quantised import Blocks, ReferenceBlocks
 
 if TYPE_CHECKING:
@@ -99,6 +107,9 @@ class ReferenceKernels:
         return None
 
     def fuse_block(self, parts: BlockParts) -> None:
+        return None
+
+    def fuse_loops(self, parts: LoopParts) -> None:
         return None
 
     def row_dependence(self, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from xspec.kernels.base import LoopParts
 from xspec.kv.layout import Planes
 from xspec.nn.inputs import ForwardInputs
 
@@ -91,6 +92,9 @@ class LoopedTarget(Target, Protocol):
         last: int,
     ) -> torch.Tensor:
         """Loops first to last - 1 over the state; writes only their K/V planes."""
+
+    def loop_parts(self) -> LoopParts | None:
+        """For a device that drafts by loops in one call; None where there is more to them than layers."""
 
     def finish(self, state: torch.Tensor, inputs: ForwardInputs, kv: tuple[torch.Tensor, ...]) -> Hidden:
         """What `logits` reads if the loops end here. The K/V of layers after the loops is written again each

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from xspec.errors import CheckpointError, ConfigError, UnsupportedError
-from xspec.kernels.base import PackedLinear
+from xspec.kernels.base import LoopParts, PackedLinear
 from xspec.models.base import Hidden, TargetSpec
 from xspec.models.blocks import LayerBuilder, rows_of_head
 from xspec.models.checkpoint import Shapes
@@ -164,6 +164,14 @@ class LoopedDecoder:
         inner = parts.exit_norm(state[:, : self.spec.hidden_size].contiguous())
         streams = parts.coda(inner, inputs, kv[self._coda_planes])
         return Hidden(streams.last, streams.residual)
+
+    def loop_parts(self) -> LoopParts | None:
+        parts = self._parts
+        table, layers = parts.embedding.table, parts.core.fused
+        more = (parts.prelude, parts.inject, parts.coda, parts.exit_norm)
+        if table is None or layers is None or not parts.core.normed or any(part is not None for part in more):
+            return None
+        return LoopParts(table, layers, parts.head)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._parts.head(hidden)

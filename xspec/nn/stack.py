@@ -141,6 +141,11 @@ class LayerStack:
         """The layers as the device runs them in one call, for those who put more into it."""
         return self._fused
 
+    @property
+    def normed(self) -> bool:
+        """Whether a norm stands behind the last layer."""
+        return self._norm is not None
+
     def prepare(self, inputs: ForwardInputs, slab: torch.Tensor) -> Prepared | None:
         """Once for all runs over these rows; `slab` is any plane. None: a run is one call of the device."""
         if self._fused is not None and self._fused.takes(slab) and not torch.compiler.is_compiling():
