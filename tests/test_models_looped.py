@@ -19,7 +19,7 @@ from paged import PagedRunner
 from safetensors.torch import load_file
 
 from xspec.errors import UnsupportedError
-from xspec.kernels.base import Kernels
+from xspec.kernels.base import Kernels, PackedLinear
 from xspec.kernels.cpu import CpuKernels
 from xspec.kernels.cpu_native import NativeKernels
 from xspec.kernels.native import Team, library_path, load_library
@@ -90,6 +90,9 @@ class AtDepth:
 
     def embedding(self) -> torch.Tensor | None:
         return self.target.embedding()
+
+    def head(self) -> PackedLinear | None:
+        return self.target.head()
 
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.target.head_rows(ids)

@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
+import tiny_dspark
 import torch
+from tiny_dspark import Sizes
 
 from xspec.draft.base import Draft, DraftContext, Published
 from xspec.draft.dspark import DSparkDrafter
@@ -109,6 +112,28 @@ def test_equals_the_block_op_by_op(compared: Compared, smollm2_gguf: Path, quant
     assert compared.lanes >= {1, 3} and compared.regimes == {True, False}
     assert compared.fused > 20
     assert len(compared.published) > 3 and max(compared.published) > 15 >= min(compared.published)
+
+
+NATIVE = {"head_dim": 32, "inner": 96, "rank": 32}
+SIZES = {
+    "key-norms-own-ids": Sizes("qwen3", draft_ids=tuple(range(7, 200, 3)), **NATIVE),
+    "whole-vocabulary-mask-token": Sizes(mask_embedding=False, **NATIVE),
+    "no-confidence": Sizes(confidence=False, **NATIVE),
+    "no-markov": Sizes("qwen3", markov=None, layer_ids=(-1, 1, 2), layers=1, **NATIVE),
+    "confidence-without-markov": Sizes(with_markov=False, block=3, **NATIVE),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_equals_the_block_of_other_drafters(compared: Compared, tmp_path: Path, sizes: Sizes) -> None:
+    model = tiny.make_checkpoint(tmp_path / "target", "llama", overrides=tiny_dspark.target_config())
+    drafter = tiny_dspark.make_dspark(tmp_path / "draft", sizes)
+    flags = {"model": str(model), "draft_model": str(drafter), "num_speculative_tokens": sizes.block}
+    with engine(**flags, max_model_len=96, max_cache_size=2**20) as llm:
+        llm.generate(["one", "and another one", "three"], llm.params(temperature=0.0, max_tokens=30))
+        llm.generate("once more", llm.params(temperature=0.0, max_tokens=90, ignore_eos=True))
+    assert compared.lanes >= {1} and max(compared.lanes) >= 2
+    assert compared.fused > 10 and compared.published
 
 
 def test_noise_is_left_to_the_ops(compared: Compared, smollm2_gguf: Path) -> None:

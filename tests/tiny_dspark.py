@@ -35,6 +35,8 @@ class Sizes:
     with_markov: bool = True
     mask_embedding: bool = True
     draft_ids: tuple[int, ...] | None = None  # ascending
+    head_dim: int = 12
+    inner: int = 48
 
 
 def target_config() -> dict[str, Any]:
@@ -49,12 +51,12 @@ def flat_config(sizes: Sizes) -> dict[str, Any]:
         "model_type": sizes.family,
         "vocab_size": tiny.VOCAB_SIZE,
         "hidden_size": 64,
-        "intermediate_size": 48,
+        "intermediate_size": sizes.inner,
         "num_hidden_layers": sizes.layers,
         "num_target_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 12,
+        "head_dim": sizes.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,

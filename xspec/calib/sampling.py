@@ -118,11 +118,14 @@ class Sampled:
 
     def confirmed_costs(self, requests: int) -> tuple[float, Mapping[Pair, float]]:
         """(ms of a plain round, of every pair's): as the trials saw them. Pairs that did not run keep what
-        the table says, times what plain rounds took in the trials over what it says of them."""
+        the table says, times what all that ran took over what it says of them, the median: one of them
+        alone, say plain rounds, may have met a slow minute in the table or in the trials."""
         plain_ms, of_pair = self.costs[requests]
-        seen = {c.pair: c.round_ms for c in self.confirmed if c.requests == requests}
-        plain = seen.get(None) or plain_ms
-        return plain, {pair: seen.get(pair) or ms * plain / plain_ms for pair, ms in of_pair.items()}
+        seen = {c.pair: c.round_ms for c in self.confirmed if c.requests == requests and c.round_ms}
+        told: list[tuple[Pair | None, float]] = [(None, plain_ms), *of_pair.items()]
+        ratios = [seen[pair] / ms for pair, ms in told if pair in seen]
+        ratio = statistics.median(ratios) if ratios else 1.0
+        return seen.get(None, plain_ms), {pair: seen.get(pair, ms * ratio) for pair, ms in of_pair.items()}
 
     def best_pair(self, requests: int) -> Pair:
         """The fastest pair, though plain rounds may be faster."""

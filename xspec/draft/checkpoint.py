@@ -127,7 +127,7 @@ class DraftHead:
 
     logits: Callable[[torch.Tensor], torch.Tensor]  # [N, hidden] after the drafter's norm -> [N, D]
     ids: torch.Tensor | None = None
-    packed: PackedLinear | None = None  # `logits`, where it is a linear of the drafter's own
+    packed: PackedLinear | None = None  # `logits`, where it is a linear and no more
 
     def tokens(self, columns: torch.Tensor) -> torch.Tensor:
         """Target ids of picked columns."""
@@ -144,7 +144,7 @@ def share_head(
 ) -> DraftHead:
     """A reduced head is a packed copy of the target's rows (`quantised`: in 8 bits); the whole is its own."""
     if ids is None:
-        return DraftHead(target.logits)
+        return DraftHead(target.logits, packed=target.head())
     ids = ids.to(device)
     rows = target.head_rows(ids)
     packed = kernels.pack_blocks(quantise(rows, 8)) if quantised else kernels.pack_linear(rows)

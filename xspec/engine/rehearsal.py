@@ -44,14 +44,19 @@ class Rehearsal:
         for output in retirement.outputs:
             self._push(output, now)
         self._metrics.gauges(len(self._clients), 0, 0.0)
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._turn()
 
     def close(self) -> None:
         for client in self._clients.values():
             client.reader.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._turn()
         self._clients.clear()
         self._loop.close()
+
+    def _turn(self) -> None:
+        """One turn of the loop: who was woken reads."""
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
 
     def _push(self, output: Output, now: float) -> None:
         client = self._clients.get(output.request_id)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from xspec.kernels.base import LoopParts
+from xspec.kernels.base import LoopParts, PackedLinear
 from xspec.kv.layout import Planes
 from xspec.nn.inputs import ForwardInputs
 
@@ -66,6 +66,9 @@ class Target(Protocol):
 
     def embedding(self) -> torch.Tensor | None:
         """[vocab, hidden] of which `embed` looks up rows and no more; None where it does something else."""
+
+    def head(self) -> PackedLinear | None:
+        """What `logits` multiplies by and does no more; None where it does something else."""
 
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Head weights [D, hidden] of token ids [D], for drafters that share (part of) the head."""

@@ -69,6 +69,9 @@ class Decoder:
     def embedding(self) -> torch.Tensor | None:
         return self._embedding.table
 
+    def head(self) -> PackedLinear | None:
+        return self._head
+
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return rows_of_head(self._head, ids, self.spec.hidden_size, self._dtype)
 

@@ -182,6 +182,9 @@ class LoopedDecoder:
     def embedding(self) -> torch.Tensor | None:
         return self._parts.embedding.table
 
+    def head(self) -> PackedLinear | None:
+        return self._parts.head
+
     def head_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return rows_of_head(self._parts.head, ids, self.spec.hidden_size, self._dtype)
 
