@@ -19,7 +19,7 @@ from xspec.cost.bundle import Bundle, read_saved_costs
 from xspec.cost.schema import Control
 from xspec.errors import ConfigError
 from xspec.policy.geometry import PolicyGeometry
-from xspec.policy.settings import DraftStepSettings, parse_draft_step_config
+from xspec.policy.settings import DraftStepSettings, default_settings, parse_draft_step_config
 from xspec.sched.scheduler import Limits
 from xspec.setting import Kind
 from xspec.sim.compare import (
@@ -114,7 +114,7 @@ def job_of(launch: Launch) -> Job:
         costs=costs,
         engine=engine,
         world=World(population, load, launch.value("seed")),
-        settings=policy_settings(launch),
+        settings=policy_settings(launch, costs.control),
         notes=notes,
         output=launch.value("output"),
     )
@@ -153,11 +153,11 @@ def engine_of(costs: Bundle, launch: Launch) -> EngineShape:
     return EngineShape(geometry, limits, effective.geometry.slots)
 
 
-def policy_settings(launch: Launch) -> DraftStepSettings:
-    """The policy section of --policy_config; the defaults without one."""
+def policy_settings(launch: Launch, control: Control) -> DraftStepSettings:
+    """The policy section of --policy_config; the defaults of the control without one."""
     path = str(launch.value("policy_config"))
     if not path:
-        return DraftStepSettings()
+        return default_settings(control)
     where = f"--policy_config={path}"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

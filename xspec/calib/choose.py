@@ -28,7 +28,7 @@ from xspec.platform.base import Platform
 from xspec.policy.geometry import CandidateGeometry
 from xspec.policy.make_spec import ACCEPTANCE_EMA, FIXED, GOODPUT
 from xspec.policy.requirements import adaptive_refusals, calibration_with_table, control_of
-from xspec.policy.settings import DraftStepSettings, parse_draft_step_config
+from xspec.policy.settings import VERIFY_DEFAULTS, DraftStepSettings, parse_draft_step_config
 from xspec.policy.spec_config import AdaptiveSpecConfig
 from xspec.policy.spec_files import PRESETS, check_fit, load_spec_config, preset
 
@@ -213,8 +213,8 @@ def _settings(
         return policy, calibration, f"--{flag}={path}"
     flag, path = "adaptive_target_verify_calibration", config.adaptive_target_verify_calibration
     if not path:
-        return DraftStepSettings(), None, ""
-    return DraftStepSettings(), parse_calibration(_read(path, flag), f"--{flag}={path}"), f"--{flag}={path}"
+        return VERIFY_DEFAULTS, None, ""
+    return VERIFY_DEFAULTS, parse_calibration(_read(path, flag), f"--{flag}={path}"), f"--{flag}={path}"
 
 
 def _path(given: str) -> Path | None:

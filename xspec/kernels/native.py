@@ -22,7 +22,7 @@ VERSION = 5
 """Of the C interface; a library of another version was built from other sources."""
 
 ISAS = ("amx", "avx512_fma", "avx512", "avx2", "portable")
-"""Instruction sets by preference."""
+"""Instruction sets by preference; AMD's CPUs take avx512 before avx512_fma."""
 
 
 ALIGNMENT, HUGE_PAGE_BYTES = 64, 2 << 20

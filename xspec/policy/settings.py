@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xspec.cost.read import BadValue, Reader, count, mapping, number, read_object, record, refusal, truth
-from xspec.cost.settings import CalibrationSettings, parse_calibration
+from xspec.cost.settings import CalibrationSettings, Control, parse_calibration
 from xspec.errors import CalibrationError, UnsupportedError
 
 VERSION = 1
@@ -30,6 +30,14 @@ class DraftStepSettings:
 
 
 DEFAULTS = DraftStepSettings()
+
+VERIFY_DEFAULTS = DraftStepSettings(switch_min_gain=0.02)
+"""Of target verification, which only switches between plain and speculative rounds: budgets follow every
+round, so little noise is left in what the two promise, and the dwell alone keeps them from flapping."""
+
+
+def default_settings(control: Control) -> DraftStepSettings:
+    return VERIFY_DEFAULTS if control is Control.TARGET_VERIFY else DEFAULTS
 
 
 def parse_draft_step_config(raw: object, where: str) -> tuple[DraftStepSettings, CalibrationSettings | None]:

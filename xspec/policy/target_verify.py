@@ -19,6 +19,7 @@ from xspec.policy.base import PolicyView
 from xspec.policy.budget import Tier, best_tier
 from xspec.policy.geometry import PolicyGeometry, draft_limits
 from xspec.policy.ledger import Ledger, Planned
+from xspec.policy.settings import VERIFY_DEFAULTS
 from xspec.policy.survivals import STALE_BATCHES, Correction, Profile, RequestSignals, SignalMemory
 from xspec.policy.switching import Held, Turns, best_choice, choose, meet_load, scoring_due, start
 
@@ -65,7 +66,7 @@ class TargetVerifyPolicy:
         self,
         costs: Costs,
         geometry: PolicyGeometry,
-        switch_min_gain: float = 0.05,
+        switch_min_gain: float = VERIFY_DEFAULTS.switch_min_gain,
         allow_plain_rounds: bool = True,
     ) -> None:
         self._costs = costs
