@@ -483,7 +483,7 @@ def test_the_shipped_drafter_names_both() -> None:
         ),
         (
             Control.TARGET_VERIFY,
-            {"control": "target_verify", "switch_min_gain": 0.02, "allow_plain_rounds": True},
+            {"control": "target_verify", "switch_min_gain": 0.05, "allow_plain_rounds": True},
         ),
     ],
 )

@@ -241,7 +241,7 @@ def test_between_plain_and_drafts_the_minimum_gain_holds(plain_ms: float, switch
 
 
 def test_a_new_load_is_met_by_the_better_kind_without_a_minimum_gain() -> None:
-    # At 3 lanes plain rounds are 2 % better than rounds whose drafts all fail.
+    # At 3 lanes plain rounds are just not 2 % better than rounds whose drafts all fail.
     ms = {1: (50.0, 10.0), 3: (10.0, 10.2)}
     costs = FakeCosts(lambda steps, requests, rows: ms[requests][1 if steps else 0])
     chosen = TargetVerifyPolicy(costs, geometry(1, BucketGrid([1, 3])))
