@@ -249,16 +249,10 @@ bool slabs_fit(const XsStack& stack, bf16* const* slabs, int64_t pages, int64_t 
 
 XS_API int32_t xs_dspark_draft(XsTeam* team, XsBlock* block, const xs::RowTable* table,
                                const xs::BlockDraft* draft) {
-  if (block == nullptr || table == nullptr || draft == nullptr || table->block < 1) return xs::kInvalid;
-  const xs::PassRows& rows = draft->rows;
-  const int64_t slots = block->parts.slots;
-  if (rows.lanes < 1 || rows.width != slots || rows.rows != rows.lanes * slots || rows.row_ids == nullptr ||
-      draft->pages < 0 || draft->pages > table->table_stride || draft->tokens == nullptr ||
+  if (block == nullptr || table == nullptr || draft == nullptr ||
+      !fits(draft->rows, *table, block->parts.slots, draft->pages) || draft->tokens == nullptr ||
       draft->signals == nullptr) {
     return xs::kInvalid;
-  }
-  for (int64_t lane = 0; lane < rows.lanes; ++lane) {
-    if (rows.row_ids[lane] < 0 || rows.row_ids[lane] >= table->rows) return xs::kInvalid;
   }
   if (!slabs_fit(block->stack, draft->slabs, draft->slab_pages, draft->block)) return xs::kInvalid;
   bool known = true;

@@ -141,13 +141,8 @@ XS_API void xs_loops_destroy(XsLoops* loops) { delete loops; }
 
 XS_API int32_t xs_loops_draft(XsTeam* team, XsLoops* loops, const xs::RowTable* table,
                               const xs::LoopDraft* draft) {
-  if (loops == nullptr || table == nullptr || draft == nullptr || table->block < 1 || draft->steps < 1 ||
-      draft->loops < 1) {
-    return xs::kInvalid;
-  }
-  const xs::PassRows& rows = draft->rows;
-  if (rows.lanes < 1 || rows.width != 1 || rows.rows != rows.lanes || rows.row_ids == nullptr ||
-      draft->pages < 0 || draft->pages > table->table_stride || draft->slabs == nullptr || draft->kept < 0 ||
+  if (loops == nullptr || table == nullptr || draft == nullptr || draft->steps < 1 || draft->loops < 1 ||
+      !fits(draft->rows, *table, 1, draft->pages) || draft->slabs == nullptr || draft->kept < 0 ||
       draft->state_row < (draft->steps + 1) * loops->stack.hidden || draft->tokens == nullptr ||
       draft->signals == nullptr || (draft->kept > 0 && (draft->depths == nullptr || draft->states == nullptr))) {
     return xs::kInvalid;
@@ -156,9 +151,6 @@ XS_API int32_t xs_loops_draft(XsTeam* team, XsLoops* loops, const xs::RowTable* 
     if (draft->depths[i] < 1 || draft->depths[i] > draft->loops || draft->states[i] == nullptr) {
       return xs::kInvalid;
     }
-  }
-  for (int64_t lane = 0; lane < rows.lanes; ++lane) {
-    if (rows.row_ids[lane] < 0 || rows.row_ids[lane] >= table->rows) return xs::kInvalid;
   }
   xs::Cache cache = loops->stack.cache;
   cache.pages = draft->slab_pages;

@@ -199,17 +199,10 @@ XS_API int32_t xs_mtp_create(const xs::MtpParts* parts, XsStack* stack, XsMtp** 
 XS_API void xs_mtp_destroy(XsMtp* mtp) { delete mtp; }
 
 XS_API int32_t xs_mtp_draft(XsTeam* team, XsMtp* mtp, const xs::RowTable* table, const xs::MtpDraft* draft) {
-  if (mtp == nullptr || table == nullptr || draft == nullptr || table->block < 1 || draft->steps < 1) {
+  if (mtp == nullptr || table == nullptr || draft == nullptr || draft->steps < 1 ||
+      !fits(draft->rows, *table, 1, draft->pages) || draft->boundary == nullptr || draft->tokens == nullptr ||
+      draft->signals == nullptr) {
     return xs::kInvalid;
-  }
-  const xs::PassRows& rows = draft->rows;
-  if (rows.lanes < 1 || rows.width != 1 || rows.rows != rows.lanes || rows.row_ids == nullptr ||
-      draft->pages < 0 || draft->pages > table->table_stride || draft->boundary == nullptr ||
-      draft->tokens == nullptr || draft->signals == nullptr) {
-    return xs::kInvalid;
-  }
-  for (int64_t lane = 0; lane < rows.lanes; ++lane) {
-    if (rows.row_ids[lane] < 0 || rows.row_ids[lane] >= table->rows) return xs::kInvalid;
   }
   xs::Cache cache = mtp->stack.cache;
   cache.slab = draft->slab;

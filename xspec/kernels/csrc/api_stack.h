@@ -6,6 +6,7 @@
 #include "api.h"
 #include "attention.h"
 #include "ops.h"
+#include "sequences.h"
 #include "stack.h"
 
 inline bool fits(const xs::Cache& cache) {
@@ -17,6 +18,16 @@ inline bool fits(const xs::Linear& linear) {
   const bool known = linear.format == xs::Format::bf16 || linear.scales != nullptr;
   return linear.weights != nullptr && known && linear.out > 0 && linear.in > 0 && linear.in % 32 == 0 &&
          linear.out % (linear.gated ? 2 : 1) == 0;
+}
+
+// Whether buffers of `width` rows a lane are there, for lanes that are rows of the table.
+inline bool fits(const xs::PassRows& rows, const xs::RowTable& table, int64_t width, int64_t pages) {
+  if (table.block < 1 || pages < 0 || pages > table.table_stride || rows.lanes < 1 || rows.width != width ||
+      rows.rows != rows.lanes * width || rows.row_ids == nullptr) {
+    return false;
+  }
+  return std::all_of(rows.row_ids, rows.row_ids + rows.lanes,
+                     [&](int64_t row) { return row >= 0 && row < table.rows; });
 }
 
 struct XsStack {

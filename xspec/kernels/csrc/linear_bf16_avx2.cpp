@@ -91,46 +91,17 @@ constexpr Multiply kMultiply[kGroup + 1] = {
     nullptr, multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>,
 };
 
-// Rows as fp32, [rows, in]: the kernels broadcast single values of them.
-void widen_rows(const Rows& x, int64_t first, int64_t rows, int64_t in, float* to) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const bf16* from = x.values + (first + row) * x.stride;
-    for (int64_t i = 0; i < in; i += kLanes, to += kLanes) store(to, load_bf16(from + i));
-  }
+void multiply_group(int64_t size, int64_t, int64_t, const float* x, int64_t in, const char* panel, float* sums) {
+  kMultiply[size](x, in, panel, sums);
 }
+
+#include "linear_bf16_wide.inc"
 
 }  // namespace
 
 void avx2_linear_bf16(Worker& worker, const Linear& linear, const Rows& x, int64_t rows, bf16* y,
                       int64_t y_stride, const bf16* add, int64_t add_stride) {
-  const Plan plan = plan_work(linear, rows, kGroup);
-  const int64_t in = linear.in;
-  const Target to{y, y_stride, add, add_stride};
-  Shares shares(plan, worker.count);
-  alignas(32) float sums[kGroup * kPanel];
-  float* values = nullptr;
-  int64_t start = -1;  // first row of the block that is in `values`
-  while (true) {
-    const Range range = shares.take(worker.next());
-    if (range.first >= range.last) return;
-    for (int64_t unit = range.first; unit < range.last; ++unit) {
-      const int64_t panel = unit % plan.panels, block = unit / plan.panels * plan.block;
-      const int64_t count = std::min(plan.block, rows - block);
-      if (block != start) {
-        start = block;
-        values = static_cast<float*>(worker.scratch(std::min(plan.block, rows) * in * sizeof(float)));
-        widen_rows(x, block, count, in, values);
-      }
-      const char* weights = static_cast<const char*>(linear.weights) + panel * in * kPanel * 2;
-      const int64_t groups = (count + kGroup - 1) / kGroup;
-      for (int64_t group = 0, row = 0; group < groups; ++group) {
-        const int64_t size = (count - row) / (groups - group);
-        kMultiply[size](values + row * in, in, weights, sums);
-        finish(linear, sums, panel, block + row, size, to);
-        row += size;
-      }
-    }
-  }
+  linear_of_wide_rows(worker, linear, x, rows, Target{y, y_stride, add, add_stride});
 }
 
 }  // namespace xs
