@@ -96,21 +96,9 @@ struct XsBlock {
 
   // From the block to its logits, without what the slots know of each other.
   void run(XsTeam& team, const xs::BlockDraft& draft, int64_t table_stride) {
-    xs::Pass pass{};
-    pass.rows = draft.rows.rows;
-    pass.loops = 1;
+    xs::Pass pass = pass_over(draft.rows, table_stride, draft.slabs, draft.slab_pages, draft.block);
     pass.residual = block;
     pass.normed = normed;
-    pass.positions = draft.rows.positions;
-    pass.slots = draft.rows.slots;
-    pass.sequences = draft.rows.sequences;
-    pass.kv_lens = draft.rows.kv_lens;
-    pass.page_table = draft.rows.page_table;
-    pass.table_stride = table_stride;
-    pass.slabs = draft.slabs;
-    pass.pages = draft.slab_pages;
-    pass.block = draft.block;
-    pass.finite = 1;
     stack.forward(team, pass);
     run_linear(team, parts.head, normed, stack.hidden, pass.rows, base, parts.head.out, nullptr, 0);
   }

@@ -58,21 +58,10 @@ struct XsLoops {
 
   // states [loops, lanes, hidden]
   void run(XsTeam& team, const xs::LoopDraft& draft, int64_t table_stride) {
-    xs::Pass pass{};
-    pass.rows = draft.rows.lanes;
+    xs::Pass pass = pass_over(draft.rows, table_stride, draft.slabs, draft.slab_pages, draft.block);
     pass.loops = draft.loops;
     pass.residual = embedded;
     pass.normed = states;
-    pass.positions = draft.rows.positions;
-    pass.slots = draft.rows.slots;
-    pass.sequences = draft.rows.sequences;
-    pass.kv_lens = draft.rows.kv_lens;
-    pass.page_table = draft.rows.page_table;
-    pass.table_stride = table_stride;
-    pass.slabs = draft.slabs;
-    pass.pages = draft.slab_pages;
-    pass.block = draft.block;
-    pass.finite = 1;
     stack.forward(team, pass);
   }
 

@@ -128,22 +128,10 @@ struct XsMtp {
     join(team, lanes);
     bf16* slab = draft.slab;
     bf16* outputs[1] = {own.residual};
-    xs::Pass pass{};
-    pass.rows = lanes;
-    pass.loops = 1;
+    xs::Pass pass = pass_over(draft.rows, table_stride, &slab, draft.slab_pages, draft.block);
     pass.residual = own.joined;
     pass.outputs = outputs;
     pass.normed = own.normed;
-    pass.positions = draft.rows.positions;
-    pass.slots = draft.rows.slots;
-    pass.sequences = draft.rows.sequences;
-    pass.kv_lens = draft.rows.kv_lens;
-    pass.page_table = draft.rows.page_table;
-    pass.table_stride = table_stride;
-    pass.slabs = &slab;
-    pass.pages = draft.slab_pages;
-    pass.block = draft.block;
-    pass.finite = 1;
     stack.forward(team, pass);
     run_linear(team, parts.head, own.normed, hidden, lanes, own.logits, columns, nullptr, 0);
   }

@@ -30,6 +30,25 @@ inline bool fits(const xs::PassRows& rows, const xs::RowTable& table, int64_t wi
                      [&](int64_t row) { return row >= 0 && row < table.rows; });
 }
 
+// A loop over guesses at those rows. What is read and what is yielded is left out.
+inline xs::Pass pass_over(const xs::PassRows& rows, int64_t table_stride, xs::bf16* const* slabs, int64_t pages,
+                          int64_t block) {
+  xs::Pass pass{};
+  pass.rows = rows.rows;
+  pass.loops = 1;
+  pass.positions = rows.positions;
+  pass.slots = rows.slots;
+  pass.sequences = rows.sequences;
+  pass.kv_lens = rows.kv_lens;
+  pass.page_table = rows.page_table;
+  pass.table_stride = table_stride;
+  pass.slabs = slabs;
+  pass.pages = pages;
+  pass.block = block;
+  pass.finite = 1;
+  return pass;
+}
+
 struct XsStack {
   XsStack(const xs::StackShape& shape, const xs::Layer* layers, int64_t count)
       : stack(shape, layers, count), cache{nullptr, 0, 0, shape.kv_heads, shape.dim}, hidden(shape.hidden),
