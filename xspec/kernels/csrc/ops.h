@@ -128,7 +128,7 @@ int64_t packed_bytes(Format, int64_t out, int64_t in, bool gated);
 const Ops& portable_ops();
 const Ops* amx_ops();     // null where it was not built; needs what avx512_ops() does, and AMX, BF16 and INT8
 const Ops* avx512_ops();  // null where it was not built; needs AVX-512 F, BW, VL, DQ, BF16 and VNNI
-const Ops* avx512_fma_ops();  // the same needs; multiplies bf16 as fp32, which Intel's cores do faster
+const Ops* avx512_fma_ops();  // the same needs; multiplies bf16 as fp32
 const Ops* avx2_ops();    // null where it was not built; needs AVX2 and FMA
 
 // The best ops this machine runs, or those `name` says ("portable", "avx2", "avx512", "avx512_fma", "amx");
