@@ -13,28 +13,6 @@ namespace {
 
 using xs::bf16;
 
-constexpr int64_t kLine = 32;  // bf16 numbers of a cache line
-
-// Parts of one block of memory, 64-byte aligned, which grows with the widest pass.
-class Buffers {
- public:
-  void begin(int64_t numbers) {
-    const size_t size = static_cast<size_t>(numbers + 8 * kLine);
-    if (memory_.size() < size) memory_.resize(size);
-    at_ = reinterpret_cast<bf16*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
-  }
-
-  bf16* take(int64_t numbers) {
-    bf16* part = at_;
-    at_ += (numbers + kLine - 1) / kLine * kLine;
-    return part;
-  }
-
- private:
-  std::vector<bf16> memory_;
-  bf16* at_ = nullptr;
-};
-
 float wide(bf16 x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
   float value;
@@ -175,7 +153,7 @@ struct XsBlock {
 
   const xs::BlockParts parts;
   XsStack& stack;
-  Buffers own;
+  Scratch own;
   bf16 *block = nullptr, *normed = nullptr;    // [lanes * slots, hidden]
   bf16 *base = nullptr, *logits = nullptr;     // [lanes * slots, D], [lanes, D]
   bf16* embedded = nullptr;                    // [lanes, rank] of the tokens before the present slot's

@@ -8,13 +8,7 @@
 #include "loops.h"
 #include "sample.h"
 
-namespace {
-
 using xs::bf16;
-
-constexpr int64_t kLine = 32;  // bf16 numbers of a cache line
-
-}  // namespace
 
 struct XsLoops {
   XsLoops(const xs::LoopParts& parts, XsStack& stack) : parts(parts), stack(stack) {}
@@ -33,13 +27,11 @@ struct XsLoops {
   }
 
   void reserve(int64_t lanes, int64_t loops) {
-    const int64_t hidden = stack.hidden, columns = (parts.head.out + kLine - 1) / kLine * kLine;
-    const int64_t wide = (lanes * hidden + kLine - 1) / kLine * kLine;
-    const size_t size = static_cast<size_t>((loops + 1) * wide + lanes * columns + 2 * kLine);
-    if (memory.size() < size) memory.resize(size);
-    embedded = reinterpret_cast<bf16*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-    states = embedded + wide;
-    logits = states + loops * wide;
+    const int64_t wide = lanes * stack.hidden, columns = lanes * parts.head.out;
+    own.begin((loops + 1) * wide + columns);
+    embedded = own.take(wide);
+    states = own.take(loops * wide);
+    logits = own.take(columns);
     picked.resize(static_cast<size_t>(lanes));
     probability.resize(static_cast<size_t>(lanes));
   }
@@ -100,7 +92,7 @@ struct XsLoops {
 
   const xs::LoopParts parts;
   XsStack& stack;
-  std::vector<bf16> memory;
+  Scratch own;
   bf16 *embedded = nullptr, *states = nullptr, *logits = nullptr;
   std::vector<int64_t> picked;
   std::vector<float> probability;

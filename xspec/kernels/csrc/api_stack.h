@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "api.h"
 #include "attention.h"
@@ -29,6 +30,29 @@ inline bool fits(const xs::PassRows& rows, const xs::RowTable& table, int64_t wi
   return std::all_of(rows.row_ids, rows.row_ids + rows.lanes,
                      [&](int64_t row) { return row >= 0 && row < table.rows; });
 }
+
+// Parts of one block of memory, 64-byte aligned, which grows with the widest pass.
+class Scratch {
+ public:
+  // For up to eight parts of `numbers` in all; what was given before is lost.
+  void begin(int64_t numbers) {
+    const size_t size = static_cast<size_t>(numbers + 9 * kLine);
+    if (memory_.size() < size) memory_.resize(size);
+    at_ = reinterpret_cast<xs::bf16*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
+  }
+
+  xs::bf16* take(int64_t numbers) {
+    xs::bf16* part = at_;
+    at_ += (numbers + kLine - 1) / kLine * kLine;
+    return part;
+  }
+
+ private:
+  static constexpr int64_t kLine = 32;  // bf16 numbers of a cache line
+
+  std::vector<xs::bf16> memory_;
+  xs::bf16* at_ = nullptr;
+};
 
 // A loop over guesses at those rows. What is read and what is yielded is left out.
 inline xs::Pass pass_over(const xs::PassRows& rows, int64_t table_stride, xs::bf16* const* slabs, int64_t pages,
