@@ -45,8 +45,12 @@ def run(
     return plans
 
 
-def views(first: int, count: int, rows: int | Sequence[int]) -> list[PolicyView]:
-    return [view(first + number, rows) for number in range(count)]
+LATER = 200
+"""A KV length at which costs are asked anew: until then those of the round before are kept."""
+
+
+def views(first: int, count: int, rows: int | Sequence[int], kv: int = 100) -> list[PolicyView]:
+    return [view(first + number, rows, kv=kv) for number in range(count)]
 
 
 def choice(plan: SpeculationPlan) -> tuple[int, str]:
@@ -158,7 +162,7 @@ def test_a_gain_of_exactly_the_minimum_is_not_enough(cost_ms: float, switches: b
     chosen = policy(costs, 1)
     run(chosen, views(0, 20, 1))  # the first window goes by the best
     change_costs(costs, 1.0, cost_ms)
-    assert choice(chosen.plan(view(20, 1))) == ((1, "switch") if switches else (0, "hold"))
+    assert choice(chosen.plan(view(20, 1, kv=LATER))) == ((1, "switch") if switches else (0, "hold"))
 
 
 def test_depths_are_scored_again_every_five_decode_batches() -> None:
@@ -171,7 +175,7 @@ def test_depths_are_scored_again_every_five_decode_batches() -> None:
         plan = chosen.plan(one)
         assert (plan.draft_steps, plan.reason, plan.predicted_ms) == (0, "prefill_only", None)
         chosen.observe(feedback(plan, [], prefill_only=True))
-    assert [choice(plan) for plan in run(chosen, views(7, 2, 1))] == [(0, "hold"), (1, "switch")]
+    assert [choice(plan) for plan in run(chosen, views(7, 2, 1, LATER))] == [(0, "hold"), (1, "switch")]
 
 
 def test_a_decode_plan_that_ran_prompts_alone_counts_for_nothing() -> None:
@@ -179,8 +183,8 @@ def test_a_decode_plan_that_ran_prompts_alone_counts_for_nothing() -> None:
     chosen = policy(costs, 1)
     run(chosen, views(0, 4, 1))
     change_costs(costs, 10.0, 10.9)
-    chosen.observe(feedback(chosen.plan(view(4, 1)), [], prefill_only=True))
-    assert choice(chosen.plan(view(5, 1))) == (0, "hold")
+    chosen.observe(feedback(chosen.plan(view(4, 1, kv=LATER)), [], prefill_only=True))
+    assert choice(chosen.plan(view(5, 1, kv=LATER))) == (0, "hold")
 
 
 def test_a_bucket_half_as_large_again_is_scored_at_once() -> None:
@@ -269,11 +273,11 @@ def test_one_probe_at_a_time() -> None:
     chosen = policy(costs, 1, switch_min_gain=9.0)
     run(chosen, views(0, 50, 1))
     change_costs(costs, 10.0, 10.35)
-    plans = [chosen.plan(view(50 + n, 1)) for n in range(4)]  # none retires
+    plans = [chosen.plan(view(50 + n, 1, kv=LATER)) for n in range(4)]  # none retires
     assert [plan.reason for plan in plans] == ["probe", "hold", "hold", "hold"]
     for plan in plans:  # the probe takes what was saved; three plain rounds bring 0.3 ms
         chosen.observe(feedback(plan, [row(1, plan.draft_steps, 0)]))
-    assert [plan.reason for plan in run(chosen, views(54, 2, 1))] == ["hold", "probe"]
+    assert [plan.reason for plan in run(chosen, views(54, 2, 1, LATER))] == ["hold", "probe"]
 
 
 def test_no_probe_where_no_request_has_room_for_it() -> None:

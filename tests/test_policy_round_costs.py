@@ -9,7 +9,8 @@ from policy_world import view
 
 from xspec.cost.model import CostsAt
 from xspec.policy.base import PolicyView
-from xspec.policy.round_costs import SAME_TOKENS, RoundCosts
+from xspec.policy.batch_costs import SAME_TOKENS
+from xspec.policy.round_costs import RoundCosts
 from xspec.policy.spec_config import Candidate
 
 CANDIDATES = (Candidate(4, 2), Candidate(8, 3))
@@ -46,7 +47,7 @@ def test_prices_are_kept_for_requests_of_about_the_same_length() -> None:
     assert price(costs, 1, 100 + SAME_TOKENS, 200 + SAME_TOKENS) == 200.0
     assert price(costs, 2, 101 + SAME_TOKENS, 200 + SAME_TOKENS) == 200.0 + SAME_TOKENS
     assert price(costs, 3, 150) == 150.0  # another number of requests
-    assert costs.of(batch(4, 160), CANDIDATES[:1]).spec_ms == (160.0,)  # other candidates
+    assert costs.of(batch(4, 160), CANDIDATES[:1]).spec_ms == (150.0,)  # other candidates
     assert price(costs, 5, 1001) is None
 
 

@@ -241,8 +241,8 @@ class Recorder:
         self.trace.append((view, plan))
         if isinstance(self._policy, TargetVerifyPolicy):
             load = self._policy._ledger._planned[view.plan_id].load
-            assert load is not None
-            self.promised[view.plan_id] = load.tokens[1]
+            if load is not None:  # nothing is added up in most rounds of a plain spell
+                self.promised[view.plan_id] = load.tokens[1]
         return plan
 
     def observe(self, feedback: RoundFeedback) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from math import isnan, nan
+from math import inf, isnan, nan
 from typing import Any
 
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.cost.model import Costs, CostsAt
 from xspec.policy.acceptance import PrefixRates
 from xspec.policy.base import PolicyView
+from xspec.policy.batch_costs import BatchCosts
 from xspec.policy.geometry import PolicyGeometry, draft_limits
 from xspec.policy.ledger import Ledger, Planned
 from xspec.policy.settings import DEFAULTS, DraftStepSettings
@@ -36,6 +37,30 @@ class BatchLoad:
     useful: tuple[float, ...]
 
 
+@dataclass(slots=True)
+class Menu:
+    """What a round of `lanes` costs at every depth 0 .. K; NaN where it is not measured or not allowed.
+
+    `probe_ms[depth]`: what the cheapest deeper one takes beyond it, inf if there is none; `probe_cap_ms`: the
+    dearest, then 0.
+    """
+
+    at: CostsAt
+    lanes: int
+    costs_ms: list[float]
+    probe_ms: list[float]
+    probe_cap_ms: list[float]
+
+    @staticmethod
+    def of(at: CostsAt, lanes: int, costs_ms: list[float]) -> Menu:
+        least, most = [], []
+        for depth, here in enumerate(costs_ms):
+            extra_ms = [ms - here for ms in costs_ms[depth + 1 :] if not isnan(ms)]
+            least.append(min(extra_ms, default=inf))
+            most.append(max([0.0, *extra_ms]))
+        return Menu(at, lanes, costs_ms, least, most)
+
+
 class DraftStepPolicy:
     """Architecture decision 2: argmax over depths of expected tokens / measured ms, held against noise."""
 
@@ -44,12 +69,13 @@ class DraftStepPolicy:
     def __init__(
         self, costs: Costs, geometry: PolicyGeometry, settings: DraftStepSettings = DEFAULTS
     ) -> None:
-        self._costs = costs
+        self._costs = BatchCosts(costs)
         self._geometry = geometry
         self._settings = settings
         self._rates = PrefixRates(geometry.draft_width, settings.window_size)
         self._ledger: Ledger[BatchLoad] = Ledger()
         self._turns = Turns()
+        self._menu: Menu | None = None
         self._full_load: BatchLoad | None = None  # the last one in which every draft could matter
         self._last: SpeculationPlan | None = None
 
@@ -81,85 +107,87 @@ class DraftStepPolicy:
 
     def _decide(self, view: PolicyView, held: Held | None) -> SpeculationPlan:
         load = self._load(view)
-        at = self._costs.at(view.kv_bounds)
+        at = self._costs.at(view)
         if not any(load.useful):  # the round is plain whatever is planned
-            return self._decode(view, load, 0, "nothing_to_draft", at)
+            return self._uncosted(view, load, 0, "nothing_to_draft", at)
         if at is None:
-            return self._decode(view, load, self._geometry.uncovered_steps, "uncovered_kv", at)
-        costs_ms = self._costs_ms(at, load.lanes)
-        if all(map(isnan, costs_ms)):
-            return self._decode(view, load, self._geometry.uncovered_steps, "uncovered_bucket", at)
-        held, reason, cause = self._hold(view, held, load, at, costs_ms)
+            return self._uncosted(view, load, self._geometry.uncovered_steps, "uncovered_kv", at)
+        menu = self._menu_at(at, load.lanes)
+        if all(map(isnan, menu.costs_ms)):
+            return self._uncosted(view, load, self._geometry.uncovered_steps, "uncovered_bucket", at)
+        held, reason, cause = self._hold(view, held, load, menu)
         depth = held.choice
-        if cause is None and (probe := self._probe(held, load, at, costs_ms)) is not None:
+        if cause is None and (probe := self._probe(held, load, menu)) is not None:
             held = replace(held, probes=held.probes + 1, probe_id=view.plan_id)
             depth, reason = probe, "probe"
         self._turns.held = held
         planned = Planned(
             rows=load.rows,
             load=load,
-            probe_ms=max(0.0, costs_ms[depth] - costs_ms[held.choice]),
-            probe_cap_ms=max(ms - costs_ms[held.choice] for ms in costs_ms[held.choice :] if not isnan(ms)),
+            probe_ms=max(0.0, menu.costs_ms[depth] - menu.costs_ms[held.choice]),
+            probe_cap_ms=menu.probe_cap_ms[held.choice],
             cause=cause,
         )
-        return self._decode(view, load, depth, reason, at, planned)
+        self._ledger.plan(view.plan_id, planned)
+        return self._plan(view, depth, reason, menu.costs_ms[depth])
 
     def _hold(
-        self, view: PolicyView, held: Held | None, load: BatchLoad, at: CostsAt, costs_ms: list[float]
+        self, view: PolicyView, held: Held | None, load: BatchLoad, menu: Menu
     ) -> tuple[Held, str, str | None]:
         """The choice to hold, the reason of the plan and, if the choice changed, the cause."""
         now = self._ledger.moment(view.plan_id, load.rows, load.lanes, held)
         if held is None:
-            scores = self._scores(now.plan_id, load, at, costs_ms)
+            scores = self._scores(now.plan_id, load, menu)
             return start(best_choice(scores), now), "initial", None
         held = meet_load(held, now)
-        covered = not isnan(costs_ms[held.choice])
+        covered = not isnan(menu.costs_ms[held.choice])
         if covered and not scoring_due(held, now, self._settings.update_interval):
             return held, "hold", None
-        scores = self._scores(held.load_id, load, at, costs_ms)
+        scores = self._scores(held.load_id, load, menu)
         # The minimum gain is against noise at a load: a new one, and the first window, are met by the best.
         settled = held.load_id != now.plan_id and now.batches >= self._settings.window_size
         held, cause = choose(held, now, scores, self._settings.switch_min_gain if settled else 0.0)
         return held, "hold" if cause is None else "switch", cause
 
-    def _probe(self, held: Held, load: BatchLoad, at: CostsAt, costs_ms: list[float]) -> int | None:
+    def _probe(self, held: Held, load: BatchLoad, menu: Menu) -> int | None:
         """The deeper depth to look at now, if one is due and the allowance pays it.
 
         One at a time: the next waits until this one retired.
         """
-        ledger = self._ledger
-        if held.probe_id > ledger.retired_id:
+        ledger, costs_ms = self._ledger, menu.costs_ms
+        if held.probe_id > ledger.retired_id or menu.probe_ms[held.choice] > ledger.allowance_ms:
             return None
         extra_ms = {
             depth: ms - costs_ms[held.choice]
             for depth, ms in enumerate(costs_ms)
             if depth > held.choice and load.useful[depth - 1] and not isnan(ms)
         }
-        if not extra_ms or min(extra_ms.values()) > ledger.allowance_ms:
+        if not extra_ms:
             return None
         if held.probes % DEEP_PROBE_EVERY == DEEP_PROBE_EVERY - 1:
             depth = max(extra_ms)
         else:
-            scores = self._scores(held.load_id, load, at, costs_ms)
+            scores = self._scores(held.load_id, load, menu)
             depth = max(extra_ms, key=lambda deeper: scores[deeper])
         return depth if extra_ms[depth] <= ledger.allowance_ms else None
 
     # -- worth --------------------------------------------------------------------------------
 
-    def _scores(self, since_id: int, load: BatchLoad, at: CostsAt, costs_ms: list[float]) -> list[float]:
+    def _scores(self, since_id: int, load: BatchLoad, menu: Menu) -> list[float]:
         """Tokens per ms at every depth 0 .. K (NaN: no choice), of this batch and recent ones of its load.
 
         (sum of rows + sum over i <= depth of useful_i P_i) / sum of cost_ms, sums over batches; the others
         cost what they would at this batch's KV lengths. At a steady load that is the objective of the
         document.
         """
+        costs_ms = menu.costs_ms
         total_ms, rows, useful = [0.0] * len(costs_ms), 0, [0.0] * len(load.useful)
         by_lanes = {load.lanes: costs_ms}
         for _, run in groupby([load, *self._ledger.recent(since_id)], key=id):
             batch, *more = run  # equal batches follow one another as one and the same object
             count = 1 + len(more)
             if batch.lanes not in by_lanes:
-                by_lanes[batch.lanes] = self._costs_ms(at, batch.lanes)
+                by_lanes[batch.lanes] = self._costs_ms(menu.at, batch.lanes)
             ms = by_lanes[batch.lanes]
             if any(isnan(there) and not isnan(here) for there, here in zip(ms, costs_ms, strict=True)):
                 continue  # cannot be compared at every choice of this batch
@@ -175,6 +203,12 @@ class DraftStepPolicy:
             nan if isnan(here) else each / ms
             for here, each, ms in zip(costs_ms, tokens, total_ms, strict=True)
         ]
+
+    def _menu_at(self, at: CostsAt, lanes: int) -> Menu:
+        """Most often that of the round before."""
+        if self._menu is None or self._menu.at is not at or self._menu.lanes != lanes:
+            self._menu = Menu.of(at, lanes, self._costs_ms(at, lanes))
+        return self._menu
 
     def _costs_ms(self, at: CostsAt, lanes: int) -> list[float]:
         """Round cost at every depth 0 .. K; NaN where it is not measured or not allowed."""
@@ -198,16 +232,10 @@ class DraftStepPolicy:
 
     # -- plans --------------------------------------------------------------------------------
 
-    def _decode(
-        self,
-        view: PolicyView,
-        load: BatchLoad,
-        depth: int,
-        reason: str,
-        at: CostsAt | None,
-        planned: Planned[BatchLoad] | None = None,
+    def _uncosted(
+        self, view: PolicyView, load: BatchLoad, depth: int, reason: str, at: CostsAt | None
     ) -> SpeculationPlan:
-        self._ledger.plan(view.plan_id, planned or Planned(rows=load.rows))
+        self._ledger.plan(view.plan_id, Planned(rows=load.rows))
         ms = None if at is None else at.round_ms(depth, load.lanes, load.lanes * (depth + 1))
         return self._plan(view, depth, reason, ms)
 

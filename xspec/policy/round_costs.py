@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from xspec.cost.looped import IdealCosts, gain
 from xspec.cost.model import Costs, CostsAt
 from xspec.policy.base import PolicyView
+from xspec.policy.batch_costs import BatchCosts
 from xspec.policy.geometry import CandidateGeometry
 from xspec.policy.spec_config import Candidate
 
 PLAIN = Candidate(0)
-
-SAME_TOKENS = 32
-"""Prices of a batch are kept until its requests are that much longer on average: they cost time to add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +24,14 @@ class Prices:
     ratios: tuple[float | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What was priced last. `tokens`: KV lengths of all its requests together."""
-
-    candidates: Sequence[Candidate]
-    requests: int
-    tokens: int
-    prices: Prices
-
-
 class RoundCosts:
     """T_spec / T_native from measured costs; where those say nothing from a candidate's `off`, which means
     1 + K off; else from the idealized model of a looped target, 1 + K d / D; else not known."""
 
     def __init__(self, costs: Costs | None, geometry: CandidateGeometry) -> None:
-        self._costs = costs
+        self._costs = None if costs is None else BatchCosts(costs)
         self._lanes = geometry.lanes
-        self._kept: _Kept | None = None
-        self._kept_before: _Kept | None = None
-        self._plan_id: int | None = None
+        self._priced: tuple[CostsAt | None, int, Sequence[Candidate], Prices] | None = None
         self._ideal = None if geometry.loops is None else IdealCosts(geometry.loops)
         self.source = (
             "costs" if costs is not None else "config or idealized model" if self._ideal else "config"
@@ -56,25 +42,15 @@ class RoundCosts:
 
     def of(self, view: PolicyView, candidates: Sequence[Candidate]) -> Prices:
         """`candidates`: the same object where they are the same, so that what was priced can be kept."""
-        if view.plan_id != self._plan_id:
-            self._plan_id, self._kept_before = view.plan_id, self._kept
-        requests, tokens = len(view.sequence_ids), sum(view.kv_bounds)
-        kept = (
-            self._kept_before
-        )  # a plan asked for again starts from before it, so that a replay decides alike
-        if (
-            kept is None
-            or kept.candidates is not candidates
-            or kept.requests != requests
-            or abs(tokens - kept.tokens) > SAME_TOKENS * requests
-        ):
-            kept = _Kept(candidates, requests, tokens, self._price(view, candidates))
-        self._kept = kept
-        return kept.prices
+        at = None if self._costs is None else self._costs.at(view)
+        lanes, last = self.lanes(view), self._priced
+        if last is not None and last[0] is at and last[1] == lanes and last[2] is candidates:
+            return last[3]
+        prices = self._price(lanes, at, candidates)
+        self._priced = (at, lanes, candidates, prices)
+        return prices
 
-    def _price(self, view: PolicyView, candidates: Sequence[Candidate]) -> Prices:
-        lanes = self.lanes(view)
-        at = None if self._costs is None else self._costs.at(view.kv_bounds)
+    def _price(self, lanes: int, at: CostsAt | None, candidates: Sequence[Candidate]) -> Prices:
         if at is None:
             nothing = (None,) * len(candidates)
             return Prices(None, nothing, tuple(self._unmeasured(one) for one in candidates))

@@ -9,19 +9,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isnan, nan
+from math import inf, isnan, nan
 from operator import truediv
 from typing import Any
 
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.cost.model import Costs, CostsAt
 from xspec.policy.base import PolicyView
+from xspec.policy.batch_costs import BatchCosts
 from xspec.policy.budget import Tier, best_tier
 from xspec.policy.geometry import PolicyGeometry, draft_limits
-from xspec.policy.ledger import Ledger, Planned
+from xspec.policy.ledger import RECENT_ROUNDS, Ledger, Planned
 from xspec.policy.settings import VERIFY_DEFAULTS
-from xspec.policy.survivals import STALE_BATCHES, Correction, Profile, RequestSignals, SignalMemory
-from xspec.policy.switching import Held, Turns, best_choice, choose, meet_load, scoring_due, start
+from xspec.policy.survivals import STALE_BATCHES, Correction, Profile, SignalMemory
+from xspec.policy.switching import Held, Moment, Turns, best_choice, choose, meet_load, scoring_due, start
 
 PLAIN, SPECULATIVE = 0, 1
 UPDATE_INTERVAL = 5
@@ -46,15 +47,28 @@ class Duel:
 
 @dataclass(slots=True)
 class Menu:
-    """What a round of `lanes` may cost: with K drafts at each of `target_rows`, ascending, and plain.
+    """What a round of `rows` requests in `lanes` may cost: with K drafts at each of `target_rows`, ascending,
+    and plain.
 
-    Without what was not measured; `plain_ms` is NaN where a plain round is no choice.
+    Without what was not measured; `plain_ms` is NaN where a plain round is no choice. `probes`: the first
+    tier that verifies some draft.
     """
 
+    at: CostsAt | None
+    rows: int
     lanes: int
     target_rows: list[int]
     tiers_ms: list[float]
     plain_ms: float
+    probes: int = 0
+    probe_ms: float = inf  # the cheapest of them, beyond a plain round
+    probe_cap_ms: float = 0.0  # the dearest tier, beyond a plain round
+
+    def __post_init__(self) -> None:
+        self.probes = bisect_right(self.target_rows, self.rows)
+        if self.tiers_ms and not isnan(self.plain_ms):
+            self.probe_ms = min(self.tiers_ms[self.probes :], default=inf) - self.plain_ms
+            self.probe_cap_ms = max(self.tiers_ms) - self.plain_ms
 
 
 class TargetVerifyPolicy:
@@ -69,7 +83,7 @@ class TargetVerifyPolicy:
         switch_min_gain: float = VERIFY_DEFAULTS.switch_min_gain,
         allow_plain_rounds: bool = True,
     ) -> None:
-        self._costs = costs
+        self._costs = BatchCosts(costs)
         self._geometry = geometry
         self._width = geometry.draft_width
         self._switch_min_gain = switch_min_gain
@@ -79,8 +93,7 @@ class TargetVerifyPolicy:
         self._profile = Profile(self._width)
         self._ledger: Ledger[Duel] = Ledger()
         self._turns = Turns()
-        self._menu_of: tuple[CostsAt | None, int] = (None, 0)
-        self._menu = Menu(0, [], [], nan)
+        self._menu = Menu(None, 0, 0, [], [], nan)
         self._last: SpeculationPlan | None = None
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
@@ -136,41 +149,39 @@ class TargetVerifyPolicy:
 
     def _decide(self, view: PolicyView, held: Held | None) -> SpeculationPlan:
         rows = len(view.sequence_ids)
-        at = self._costs.at(view.kv_bounds)
+        at = self._costs.at(view)
         menu = self._menu_at(at, rows)
         limits = draft_limits(view, self._width)
         if not any(limits):  # the round is plain whatever is planned
-            return self._unscored(view, menu, at, "nothing_to_draft", 0)
+            return self._unscored(view, menu, "nothing_to_draft", 0)
         if at is None or (not menu.target_rows and isnan(menu.plain_ms)):
             reason = "uncovered_kv" if at is None else "uncovered_bucket"
-            return self._unscored(view, menu, at, reason, self._geometry.uncovered_steps)
-        known = list(map(self._signals.get, view.sequence_ids))
-        promised = self._promised(known, limits, held)
+            return self._unscored(view, menu, reason, self._geometry.uncovered_steps)
+        now = self._ledger.moment(view.plan_id, rows, menu.lanes, held)
+        if held is not None:
+            held = meet_load(held, now)
+            if self._rests(held, now, menu):
+                self._turns.held = held
+                self._ledger.plan(view.plan_id, Planned(rows=rows, probe_cap_ms=menu.probe_cap_ms))
+                return self._plan(view, "hold", ms=menu.plain_ms)
+        promised = self._promised(view, limits, held)
         best = best_tier(promised, menu.target_rows, menu.tiers_ms) if menu.target_rows else None
         duel = Duel(
             tokens=(float(rows), nan if best is None else best.tokens),
             ms=(menu.plain_ms, nan if best is None else best.ms),
             fought=best is not None and not isnan(menu.plain_ms),
         )
-        held, reason, cause = self._hold(view.plan_id, held, rows, menu.lanes, duel)
+        held, reason, cause = self._hold(held, now, duel)
+        planned = Planned(rows=rows, load=duel, cause=cause)
         if held.choice == SPECULATIVE:
             reason = "tier" if reason == "hold" else reason
-            planned = Planned(rows=rows, load=duel, cause=cause)
-            if None in known:
-                promised = _budgeted(known, promised)
-                best = best_tier(promised, menu.target_rows, menu.tiers_ms)
             assert best is not None  # speculative rounds have a cost, or they would not be held
         else:
             best = self._probe(held, promised, menu) if reason == "hold" else None
             if best is not None:
                 held, reason = replace(held, probes=held.probes + 1, probe_id=view.plan_id), "probe"
-            planned = Planned(
-                rows=rows,
-                load=duel,
-                probe_ms=0.0 if best is None else max(0.0, best.ms - menu.plain_ms),
-                probe_cap_ms=max(menu.tiers_ms) - menu.plain_ms if menu.tiers_ms else 0.0,
-                cause=cause,
-            )
+                planned.probe_ms = max(0.0, best.ms - menu.plain_ms)
+            planned.probe_cap_ms = menu.probe_cap_ms
         self._turns.held = held
         self._ledger.plan(view.plan_id, planned)
         if best is None:
@@ -179,20 +190,29 @@ class TargetVerifyPolicy:
         target_rows = None if full else best.target_rows
         return self._plan(view, reason, steps=self._width, target_rows=target_rows, ms=best.ms)
 
-    def _hold(
-        self, plan_id: int, held: Held | None, rows: int, lanes: int, duel: Duel
-    ) -> tuple[Held, str, str | None]:
+    def _rests(self, held: Held, now: Moment, menu: Menu) -> bool:
+        """Whether there is nothing to think about: a plain spell between two looks, and no probe to be paid.
+
+        Most rounds of a spell are such, and adding up promises would be a cost that drafts do not repay.
+        """
+        return (
+            held.choice == PLAIN
+            and not isnan(menu.plain_ms)
+            and not scoring_due(held, now, UPDATE_INTERVAL)
+            and not self._may_probe(held, menu)
+        )
+
+    def _hold(self, held: Held | None, now: Moment, duel: Duel) -> tuple[Held, str, str | None]:
         """Plain or speculative rounds from now on, the reason of the plan and, if that changed, the cause."""
-        now = self._ledger.moment(plan_id, rows, lanes, held)
         if held is None:
-            scores = self._scores(now.plan_id, duel)
-            return start(best_choice(scores), now), "initial", None
-        held = meet_load(held, now)
+            return start(best_choice(self._scores(now.plan_id, duel)), now), "initial", None
         covered = not isnan(duel.ms[held.choice])
         if covered and not scoring_due(held, now, UPDATE_INTERVAL):
             return held, "hold", None
-        # The minimum gain is against noise at a load; a new load is met by the better kind of round.
-        min_gain = 0.0 if held.load_id == now.plan_id else self._switch_min_gain
+        # The minimum gain is against noise at a load; a new load is met by the better kind of round. Drafts
+        # need it to be taken up, not to be given up once a whole window tells their worth.
+        told = held.choice == SPECULATIVE and len(self._ledger.recent(held.load_id)) == RECENT_ROUNDS
+        min_gain = 0.0 if told or held.load_id == now.plan_id else self._switch_min_gain
         held, cause = choose(held, now, self._scores(held.load_id, duel), min_gain)
         return held, "hold" if cause is None else "switch", cause
 
@@ -205,25 +225,22 @@ class TargetVerifyPolicy:
         ms = map(sum, zip(*[one.ms for one in duels], strict=True))
         return list(map(truediv, tokens, ms))
 
-    def _probe(self, held: Held, promised: Promised, menu: Menu) -> Tier | None:
-        """The budget to look with in a plain spell, if a probe is due and the allowance pays it.
+    def _may_probe(self, held: Held, menu: Menu) -> bool:
+        """One at a time, the next waits until this one retired; and from an allowance."""
+        return held.probe_id <= self._ledger.retired_id and menu.probe_ms <= self._ledger.allowance_ms
 
-        The best one that verifies some draft. One at a time: the next waits until this one retired.
-        """
-        if held.probe_id > self._ledger.retired_id:
+    def _probe(self, held: Held, promised: Promised, menu: Menu) -> Tier | None:
+        """The budget to look with in a plain spell, if a probe is due and the allowance pays it: the best one
+        that verifies some draft."""
+        if not self._may_probe(held, menu):
             return None
-        first = bisect_right(menu.target_rows, len(promised))  # before it: the anchor rows alone
-        if first == len(menu.target_rows):
-            return None
-        tier = best_tier(promised, menu.target_rows[first:], menu.tiers_ms[first:])
+        tier = best_tier(promised, menu.target_rows[menu.probes :], menu.tiers_ms[menu.probes :])
         return tier if tier.ms - menu.plain_ms <= self._ledger.allowance_ms else None
 
     # -- what drafts promise ------------------------------------------------------------------
 
-    def _promised(
-        self, known: Sequence[RequestSignals | None], limits: Sequence[int], held: Held | None
-    ) -> Promised:
-        """Corrected survivals by which plain and speculative rounds are compared.
+    def _promised(self, view: PolicyView, limits: Sequence[int], held: Held | None) -> Promised:
+        """Corrected survivals, by which rounds of all kinds are compared.
 
         The latest signals where they are fresh. In a plain spell, and for requests without fresh ones, what
         the request showed on average, shrunk to the mean profile: one lucky probe must not decide.
@@ -232,7 +249,7 @@ class TargetVerifyPolicy:
         spell = held is None or held.choice == PLAIN
         fresh_from = self._ledger.batches + 1 if spell else self._ledger.batches - STALE_BATCHES
         promised = []
-        for one, limit in zip(known, limits, strict=True):
+        for one, limit in zip(map(self._signals.get, view.sequence_ids), limits, strict=True):
             if one is None:
                 promise = apply(profile)
             elif one.batch >= fresh_from:
@@ -243,18 +260,20 @@ class TargetVerifyPolicy:
         return promised
 
     def _menu_at(self, at: CostsAt | None, rows: int) -> Menu:
-        """Most often that of the round before: the same costs, the same number of requests."""
-        if self._menu_of != (at, rows):
-            self._menu_of, self._menu = (at, rows), self._new_menu(at, rows)
+        """Most often that of the round before."""
+        if self._menu.at is not at or self._menu.rows != rows:
+            self._menu = self._new_menu(at, rows)
         return self._menu
 
     def _new_menu(self, at: CostsAt | None, rows: int) -> Menu:
         lanes, width = self._geometry.lanes.fit(rows).rows, self._width
         if at is None:
-            return Menu(lanes, [], [], nan)
+            return Menu(None, rows, lanes, [], [], nan)
         costs = [(size, at.round_ms(width, lanes, size)) for size in self._geometry.tiers.of(lanes, width)]
         plain_ms = at.round_ms(0, lanes, lanes) if self._allow_plain_rounds else None
         return Menu(
+            at,
+            rows,
             lanes,
             target_rows=[size for size, ms in costs if ms is not None],
             tiers_ms=[ms for _, ms in costs if ms is not None],
@@ -263,10 +282,9 @@ class TargetVerifyPolicy:
 
     # -- plans --------------------------------------------------------------------------------
 
-    def _unscored(
-        self, view: PolicyView, menu: Menu, at: CostsAt | None, reason: str, steps: int
-    ) -> SpeculationPlan:
-        self._ledger.plan(view.plan_id, Planned(rows=len(view.sequence_ids)))
+    def _unscored(self, view: PolicyView, menu: Menu, reason: str, steps: int) -> SpeculationPlan:
+        self._ledger.plan(view.plan_id, Planned(rows=menu.rows))
+        at = menu.at
         ms = None if at is None else at.round_ms(steps, menu.lanes, menu.lanes * (steps + 1))
         return self._plan(view, reason, steps=steps, ms=ms)
 
@@ -287,10 +305,3 @@ class TargetVerifyPolicy:
             reason=reason,
             predicted_ms=ms,
         )
-
-
-def _budgeted(known: Sequence[RequestSignals | None], promised: Promised) -> Promised:
-    """What counts for the choice of a budget: a request without feedback is surely accepted."""
-    return [
-        [1.0] * len(promise) if one is None else promise for one, promise in zip(known, promised, strict=True)
-    ]
