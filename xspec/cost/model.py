@@ -130,6 +130,9 @@ class Additive:
 
 Curve = Sps | Additive
 
+_Cell = tuple[int, int, int, int, int | None]
+"""Context, draft steps, requests, target rows, depth."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
@@ -150,6 +153,7 @@ class CostTable:
     _places: dict[int, tuple[int, float] | None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _known: dict[_Cell, float | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check()
@@ -181,7 +185,7 @@ class CostTable:
         if len(self.contexts) == 1:
             only = self.contexts[0]
             covered = only.min_kv_length <= min(kv_lengths) and max(kv_lengths) <= only.max_kv_length
-            return TableCosts(self.curves, ((0, 1.0),), self.looped) if covered else None
+            return TableCosts(self.curves, ((0, 1.0),), self.looped, self._known) if covered else None
         weights = [0.0] * (len(self.contexts) + 1)
         for length in kv_lengths:
             if length not in self._places:
@@ -193,7 +197,7 @@ class CostTable:
             weights[left] += 1.0 - share
             weights[left + 1] += share
         shares = tuple((i, each / len(kv_lengths)) for i, each in enumerate(weights) if each > 0)
-        return TableCosts(self.curves, shares, self.looped)
+        return TableCosts(self.curves, shares, self.looped, self._known)
 
     def _place(self, length: int) -> tuple[int, float] | None:
         """(context, share of the next one) whose costs make up that of one request; None: not covered."""
@@ -213,6 +217,8 @@ class TableCosts:
     curves: Mapping[tuple[int, int], Curve]
     weights: tuple[tuple[int, float], ...]  # (context, weight), weights add up to 1
     looped: Mapping[tuple[int, int, int], Curve] = field(default_factory=dict)
+    known: dict[_Cell, float | None] = field(default_factory=dict, repr=False, compare=False)
+    """What the curves said so far, kept by the table: the sizes of rounds are few."""
 
     def round_ms(
         self, draft_steps: int, requests: int, target_rows: int, depth: int | None = None
@@ -220,15 +226,23 @@ class TableCosts:
         """None where any context that the batch touches lacks the value."""
         total = 0.0
         for context, weight in self.weights:
-            if depth is None or not draft_steps:
-                curve = self.curves.get((context, draft_steps))
-            else:
-                curve = self.looped.get((context, draft_steps, depth))
-            ms = None if curve is None else curve.ms(requests, target_rows)
+            cell = (context, draft_steps, requests, target_rows, depth)
+            if cell not in self.known:
+                self.known[cell] = self._read(*cell)
+            ms = self.known[cell]
             if ms is None:
                 return None
             total += weight * ms
         return total
+
+    def _read(
+        self, context: int, draft_steps: int, requests: int, target_rows: int, depth: int | None
+    ) -> float | None:
+        if depth is None or not draft_steps:
+            curve = self.curves.get((context, draft_steps))
+        else:
+            curve = self.looped.get((context, draft_steps, depth))
+        return None if curve is None else curve.ms(requests, target_rows)
 
 
 def monotone_violations(curve: Curve, tolerance: float = 0.02) -> list[tuple[int, int, float, float]]:

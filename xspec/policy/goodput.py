@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any
 
 from xspec.core.round import RoundFeedback, SpeculationPlan
@@ -41,6 +42,8 @@ class Held:
     choice: int
     looked: int  # decode rounds that had retired
     wins: float = 0.0
+    rows: int = 0  # requests at the last look
+    ms: float | None = None  # and what a round of the choice cost then
 
 
 class GoodputPolicy:
@@ -94,23 +97,27 @@ class GoodputPolicy:
         limits = draft_limits(view, self._steps[-1])
         if not any(limits):
             return self._plan(view, PLAIN, "nothing_to_draft")
-        lanes, costs_ms = self._costs.lanes(view), self._costs.of(view, self._choices).spec_ms
+        rows, lanes = len(view.sequence_ids), self._costs.lanes(view)
         before = self._held.get(lanes)
-        held_ms = None if before is None else costs_ms[before.choice]
         self._asked = (view.plan_id, lanes, before)
         shadow = self._looking.shadow(view.plan_id)
-        settled = before is not None and self._batches - before.looked < self._settings.interval
-        if before is not None and settled and held_ms is not None and not self._looking.probe_due():
-            return self._plan(view, self._choices[before.choice], "hold", held_ms, shadow)
+        if before is not None and self._settled(before, rows) and not self._looking.probe_due():
+            return self._plan(view, self._choices[before.choice], "hold", before.ms, shadow)
+        costs_ms = self._costs.of(view, self._choices).spec_ms
         if all(ms is None for ms in costs_ms):
             return self._uncovered(view, shadow)
-        useful = [float(sum(limit > k for limit in limits)) for k in range(self._steps[-1])]
-        scores = self._scores(len(view.sequence_ids), useful, costs_ms)
+        scores = self._scores(limits, costs_ms)
         held, reason = self._hold(before, scores)
+        held = replace(held, rows=rows, ms=costs_ms[held.choice])
         self._held[lanes] = held
         if (probe := self._probe(view.plan_id, held, costs_ms, scores)) is not None:
             return self._plan(view, self._choices[probe], "probe", costs_ms[probe])
         return self._plan(view, self._choices[held.choice], reason, costs_ms[held.choice], shadow)
+
+    def _settled(self, held: Held, rows: int) -> bool:
+        """Whether it is not to be looked at yet: what it cost then still tells what it costs."""
+        between = self._batches - held.looked < self._settings.interval
+        return between and held.ms is not None and held.rows == rows
 
     def _hold(self, held: Held | None, scores: Sequence[float]) -> tuple[Held, str]:
         """The choice for the coming round, and why. `scores`: below 0 where a choice has no cost."""
@@ -130,13 +137,18 @@ class GoodputPolicy:
             return replace(held, looked=batches, wins=wins), "hold"
         return Held(best, batches), "switch"
 
-    def _scores(self, rows: int, useful: Sequence[float], costs_ms: Sequence[float | None]) -> list[float]:
-        """Tokens per ms of every choice; -1 where it is none."""
-        survivals = [evidence.survivals() for evidence in self._flags.evidence]
+    def _scores(self, limits: Sequence[int], costs_ms: Sequence[float | None]) -> list[float]:
+        """Tokens per ms of every choice; -1 where it is none. `limits`: drafts that matter, by request."""
+        rows, width = len(limits), self._steps[-1]
         tokens = [float(rows)]
-        for n, steps in enumerate(self._steps):
-            for of_depth in survivals:
-                tokens.append(rows + sum(useful[k] * of_depth[n][k] for k in range(steps)))
+        if min(limits) == width:  # nearly always
+            gains = [evidence.gains() for evidence in self._flags.evidence]
+            tokens += [rows * (1.0 + of_depth[n]) for n in range(len(self._steps)) for of_depth in gains]
+        else:
+            useful = [float(sum(limit > k for limit in limits)) for k in range(width)]
+            survivals = [evidence.survivals() for evidence in self._flags.evidence]
+            for n in range(len(self._steps)):
+                tokens += [rows + sum(map(mul, useful, of_depth[n])) for of_depth in survivals]
         return [-1.0 if ms is None else each / ms for each, ms in zip(tokens, costs_ms, strict=True)]
 
     def _probe(
@@ -191,10 +203,7 @@ class GoodputPolicy:
         self._batches += 1
         self._reasons[plan.reason] += 1
         self._switches["switch"] += plan.reason == "switch"
-        shifted = self._flags.observe(feedback)
-        rates = [evidence.rate for evidence in self._flags.evidence]
-        least = min(evidence.total for evidence in self._flags.evidence)
-        self._looking.observe(feedback, rates, least, shifted)
+        self._looking.observe(feedback, self._flags, shifted=self._flags.observe(feedback))
         if self._batches % KEEP_EVERY == 0:
             self._flags.keep([row.sequence_id for row in feedback.rows])
 

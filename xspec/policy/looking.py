@@ -8,7 +8,7 @@ backoff that probes would have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from xspec.core.round import RoundFeedback, SpeculationPlan
 from xspec.policy.quota import Quota
@@ -34,6 +34,16 @@ PROBE_SHARE = 0.01
 
 DEEP_PROBE_EVERY = 4
 """Each fourth probe goes to the deepest K: nothing else would ever look below the best alternative."""
+
+
+class Evidence(Protocol):
+    """What is known of all depths (`loop_flags.FlagStreams`)."""
+
+    def rates(self) -> list[float]:
+        """Match rate of each."""
+
+    def least(self) -> float:
+        """Flags that the least known of them stands on."""
 
 
 class Looking:
@@ -76,9 +86,8 @@ class Looking:
         self._retired_id = plan_id
         self._quota.retire(plan_id)
 
-    def observe(self, feedback: RoundFeedback, rates: list[float], least_flags: float, shifted: bool) -> None:
-        """A decode round retired. `rates`: match rates of all depths after it; `least_flags`: what the least
-        known of them stands on; `shifted`: they jumped."""
+    def observe(self, feedback: RoundFeedback, evidence: Evidence, shifted: bool) -> None:
+        """A decode round retired. `evidence`: what is known after it; `shifted`: match rates jumped."""
         plan = feedback.plan
         burst = self._quota.open
         self.retire(plan.plan_id)
@@ -86,14 +95,14 @@ class Looking:
         if not self._shadows:
             self._earn(plan)
             return
-        self._thin = self._thin and least_flags < THIN_FLAGS
+        self._thin = self._thin and evidence.least() < THIN_FLAGS
         off = plan.draft_steps == 0
         if off != self._off:
             self._off, self._off_gap, self._stretch = off, self._disable.backoff_first, 1
         if shifted:
             self._stretch, self._off_gap, self._unsure = 1, self._disable.backoff_first, True
         if burst and not self._quota.open:
-            self._end_burst(rates, least_flags)
+            self._end_burst(evidence.rates(), evidence.least())
         elif not self._quota.open:
             self._waited += 1
         if not self._quota.open and (self._unsure or self._waited >= self._gap):

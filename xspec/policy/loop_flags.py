@@ -48,13 +48,14 @@ class DepthFlags:
     late_total: list[float] = field(init=False)  # by SHORT_FLAGS
     late_matched: list[float] = field(init=False)
     _unit: float = 1.0
+    _found: tuple[list[list[float]], list[float]] | None = None  # survivals and gains, until flags come
     _rows: list[_Row] = field(init=False)
     _deep: list[list[_Row]] = field(init=False)  # by position: rounds that reach it
 
     def __post_init__(self) -> None:
         self._rows = [(steps + 1, [0.0] * steps, [0.0] * steps) for steps in self.steps]
         self._deep = [[row for row in self._rows if row[0] > k + 1] for k in range(self.steps[-1])]
-        self._forget_late()
+        self.pause()
 
     @property
     def trials(self) -> list[list[float]]:
@@ -73,8 +74,9 @@ class DepthFlags:
         + 1, and with remainder K a bonus, which no draft was made for.
         """
         if not counts:
-            self._forget_late()
+            self.pause()
             return
+        self._found = None
         matched = sum([matches for _, matches in counts.values()])
         flags = matched + sum([misses for misses, _ in counts.values()])
         kept = (1.0 - 1.0 / self.window) ** flags
@@ -96,6 +98,10 @@ class DepthFlags:
                     trials[draft] += tried
                     hits[draft] += held
 
+    def pause(self) -> None:
+        """Nothing is known of the next tokens: the flags of late end here."""
+        self.late_total, self.late_matched = [0.0] * len(SHORT_FLAGS), [0.0] * len(SHORT_FLAGS)
+
     def shifted(self) -> bool:
         """Whether the flags of late are not like those of the longer memory."""
         if self.late_total[0] < SHIFT_LEAST:
@@ -112,11 +118,9 @@ class DepthFlags:
         """Begin anew, from what the flags of late say: what is older may not be true any more."""
         self.prior = (self.late_matched[0] + self.rate) / (self.late_total[0] + 1.0)
         self.total = self.matched = 0.0
+        self._found = None
         self._rescale(0.0)
-        self._forget_late()
-
-    def _forget_late(self) -> None:
-        self.late_total, self.late_matched = [0.0] * len(SHORT_FLAGS), [0.0] * len(SHORT_FLAGS)
+        self.pause()
 
     def _rescale(self, factor: float) -> None:
         """Counts times `factor`, in units of 1."""
@@ -133,6 +137,19 @@ class DepthFlags:
         A hazard without evidence of its own leans on that of the same position in rounds of any length, and
         that one on the position before.
         """
+        return self._told()[0]
+
+    def gains(self) -> list[float]:
+        """[n]: drafts of a round with steps[n] of them that hold, the sum of their survivals."""
+        return self._told()[1]
+
+    def _told(self) -> tuple[list[list[float]], list[float]]:
+        if self._found is None:
+            survivals = self._survivals()
+            self._found = survivals, list(map(sum, survivals))
+        return self._found
+
+    def _survivals(self) -> list[list[float]]:
         unit = self._unit
         leaned, before, weight = [], self.prior, PRIOR_TRIALS * unit
         lean = SHRINK_TRIALS * unit
@@ -187,10 +204,13 @@ class FlagStreams:
         shifted = False
         for x, (evidence, runs) in enumerate(zip(self.evidence, self._runs, strict=True)):
             own = x == present
-            counts: dict[int, list[int]] = {}
             if told is None and not own:  # nothing is known: the next flags begin anew
-                runs.clear()
-            elif told is None:
+                if runs:
+                    runs.clear()
+                    evidence.pause()
+                continue
+            counts: dict[int, list[int]] = {}
+            if told is None:
                 for row in feedback.rows:
                     runs[row.sequence_id] = walk_own(row, runs.get(row.sequence_id, 0), counts)
             else:
@@ -204,6 +224,14 @@ class FlagStreams:
             for evidence in self.evidence:
                 evidence.forget()
         return shifted
+
+    def rates(self) -> list[float]:
+        """Match rate of each depth."""
+        return [evidence.rate for evidence in self.evidence]
+
+    def least(self) -> float:
+        """Flags that the least known depth stands on."""
+        return min([evidence.total for evidence in self.evidence])
 
     def keep(self, sequence_ids: Iterable[int]) -> None:
         """Forget all other sequences: they have left."""
