@@ -62,8 +62,8 @@ def probe(service: Service, effective: Effective, progress: Progress) -> Measure
     Of every context the largest request bucket comes first; its prompts are read once, and requests leave
     until the next bucket's number is there. Inside a bucket all points get their first window, then all
     their second, and so on, so that growing KV and a noisy machine meet all of them alike. Not counted are
-    `warmup_steps` rounds before a point's first window (at least one), one before each later window, and
-    rounds that end with nothing submitted behind them. A window is the median of `window_steps` intervals
+    `warmup_steps` rounds before a point's first window and half as many before each later one (at least one),
+    and rounds that end with nothing submitted behind them. A window is the median of `window_steps` intervals
     between retirements. Points whose windows took less than `least_point_ms` together get more, at most
     MOST_ADDED times as many. Where the median window of a point lies over 20 % above its fastest, the
     slowest is measured again, at most as often as there are windows. Prompts are read afresh before a
@@ -129,11 +129,11 @@ class _Run:
 
     def _take_turns(self, windows: dict[Point, list[_Window]]) -> None:
         """All windows of a bucket's points."""
+        first, later = _skipped(self._effective)
         for turn in range(self._effective.windows_per_point):
             for point, taken in windows.items():
                 taken.append(_Window())
-                skipped = max(1, self._effective.warmup_steps) if turn == 0 else 1
-                self._take(point, taken[-1], skipped)
+                self._take(point, taken[-1], later if turn else first)
         for _ in range(MOST_ADDED * self._effective.windows_per_point):
             self._drain()
             short = [point for point, taken in windows.items() if self._too_short(taken)]
@@ -154,8 +154,9 @@ class _Run:
 
     def _add_window(self, point: Point, taken: list[_Window]) -> None:
         taken.append(_Window())
-        self._bar.extend((1 + self._effective.window_steps) * work_of(1, point.target_rows))
-        self._take(point, taken[-1], skipped=1)
+        _, skipped = _skipped(self._effective)
+        self._bar.extend((skipped + self._effective.window_steps) * work_of(1, point.target_rows))
+        self._take(point, taken[-1], skipped)
 
     def _take(self, point: Point, window: _Window, skipped: int) -> None:
         rounds = skipped + self._effective.window_steps
@@ -346,7 +347,8 @@ def _describe(point: Point) -> str:
 
 def _work(service: Service, effective: Effective) -> int:
     """What is surely run, in the bar's units."""
-    rounds = max(1, effective.warmup_steps) + effective.windows_per_point * (effective.window_steps + 1) - 1
+    first, later = _skipped(effective)
+    rounds = first + effective.windows_per_point * (effective.window_steps + later) - later
     prompts = 0
     for index, context in enumerate(effective.contexts):
         requests = max((point.requests for point in effective.points if point.context == index), default=0)
@@ -357,3 +359,8 @@ def _work(service: Service, effective: Effective) -> int:
 
 def _prompt_rounds(service: Service, tokens: int) -> int:
     return -(-tokens // service.scheduler.limits.max_tokens_per_batch)
+
+
+def _skipped(effective: Effective) -> tuple[int, int]:
+    """Rounds that do not count, before a point's first window and before each later one."""
+    return max(1, effective.warmup_steps), max(1, effective.warmup_steps // 2)
