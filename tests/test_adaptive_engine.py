@@ -267,7 +267,7 @@ async def test_aborts_and_lost_rounds(
 ) -> None:
     """Clients come and go in a pool that is too small, and the device loses rounds. Who ends well, ends as
     ever; the trace still replays."""
-    rng, lose = random.Random(8), {20, 21, 47}
+    rng, lose = random.Random(8), {20, 23, 47}  # with the next ones never three in a row: that ends an engine
     flags = {**SCHEDULES["preempting"], "max_seqs_per_batch": 6, "synchronous": synchronous}
     flags["drafter"] = Moody(reference.scripts, right=0.9)
     well = 0

@@ -474,9 +474,9 @@ class Costs:
         return 10.0 + 0.4 * (target_rows - 1) + 1.5 * draft_steps
 
 
-def adaptive_policy(lanes: BucketGrid, min_gain: float = 0.05) -> DraftStepPolicy:
+def adaptive_policy(lanes: BucketGrid, window_size: int = 20) -> DraftStepPolicy:
     geometry = PolicyGeometry(lanes, TargetTiers(), 4, "full_width")
-    return DraftStepPolicy(Costs(), geometry, DraftStepSettings(switch_min_gain=min_gain))
+    return DraftStepPolicy(Costs(), geometry, DraftStepSettings(window_size=window_size))
 
 
 def agreed(sequence_id: int, round_id: int) -> int:
@@ -508,4 +508,4 @@ def test_every_decision_of_an_adaptive_engine_is_reproduced(tmp_path: Path) -> N
     assert [i for i, entry in enumerate(read.rounds) if entry.error] == [30, 31]
     assert {"initial", "hold", "switch", "probe", "uncovered_kv"} <= {e.plan.reason for e in read.rounds}
     assert replay(adaptive_policy(lanes), read) == []
-    assert replay(adaptive_policy(lanes, 0.4), read) != []
+    assert replay(adaptive_policy(lanes, window_size=200), read) != []
