@@ -205,9 +205,8 @@ class FlagStreams:
         for x, (evidence, runs) in enumerate(zip(self.evidence, self._runs, strict=True)):
             own = x == present
             if told is None and not own:  # nothing is known: the next flags begin anew
-                if runs:
-                    runs.clear()
-                    evidence.pause()
+                runs.clear()
+                evidence.pause()
                 continue
             counts: dict[int, list[int]] = {}
             if told is None:

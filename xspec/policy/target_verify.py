@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, isnan, nan
 from operator import truediv
 from typing import Any
@@ -60,12 +60,12 @@ class Menu:
     target_rows: list[int]
     tiers_ms: list[float]
     plain_ms: float
-    probes: int = 0
-    probe_ms: float = inf  # the cheapest of them, beyond a plain round
-    probe_cap_ms: float = 0.0  # the dearest tier, beyond a plain round
+    probes: int = field(init=False)
+    probe_ms: float = field(init=False)  # the cheapest of them, beyond a plain round
+    probe_cap_ms: float = field(init=False)  # the dearest tier, beyond a plain round
 
     def __post_init__(self) -> None:
-        self.probes = bisect_right(self.target_rows, self.rows)
+        self.probes, self.probe_ms, self.probe_cap_ms = bisect_right(self.target_rows, self.rows), inf, 0.0
         if self.tiers_ms and not isnan(self.plain_ms):
             self.probe_ms = min(self.tiers_ms[self.probes :], default=inf) - self.plain_ms
             self.probe_cap_ms = max(self.tiers_ms) - self.plain_ms
