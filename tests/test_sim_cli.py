@@ -243,6 +243,10 @@ def test_a_width_that_was_not_measured_is_shown_as_such(
             "--policy_config=/nowhere: cannot",
         ),
         (["--trace=/nowhere"], "--trace=/nowhere: .*cannot be read"),
+        (
+            ["--acceptance=0.5,0.5,0.5", "--phases=1:1", "--match_flags=x", "--shadow_cost=1"],
+            "--match_flags is only read with costs of",
+        ),
         (["--trace=/nowhere", "--burst_tokens=3"], "--burst_tokens is only read with --acceptance"),
     ],
 )

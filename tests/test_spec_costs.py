@@ -90,14 +90,14 @@ def test_rows_may_be_limited_and_something_must_be_left() -> None:
 
 
 def test_the_shipped_grid_of_cpus_is_small() -> None:
-    """The usual (K, d) of four loops: at most 111 points, and a growth that keeps KV lengths together."""
+    """The usual (K, d) of four loops: at most 124 points, and a growth that keeps KV lengths together."""
     settings = shipped_calibration("cpu", Control.SPEC)
     assert settings is not None and settings.kv_growth is not None
     pairs = tuple((k, d) for k in (1, 2, 4, 8) for d in (1, 2, 3))
     assert settings.request_buckets is not None
     engine = geometry(Control.SPEC, 8, settings.request_buckets, max_model_len=8192, pairs=pairs)
     effective = resolve(settings, engine, multiples(8))
-    assert len(effective.points) == 111
+    assert len(effective.points) == 124
     rounds = settings.warmup_steps + settings.windows_per_point * (settings.window_steps + 1) - 1
     assert len(effective.points) * rounds < 1500
     assert resolve(effective.as_settings(), engine, multiples(8)) == effective

@@ -20,6 +20,7 @@ from xspec.cost.schema import Control
 from xspec.errors import ConfigError
 from xspec.policy.geometry import PolicyGeometry
 from xspec.policy.settings import DraftStepSettings, default_settings, parse_draft_step_config
+from xspec.policy.spec_config import spec_config_json
 from xspec.sched.scheduler import Limits
 from xspec.setting import Kind
 from xspec.sim.compare import (
@@ -40,11 +41,14 @@ from xspec_cli.gflags import parse_value
 from xspec_cli.progress import set_up_output
 from xspec_cli.simulate_flags import SIMULATE_FLAGS
 from xspec_cli.simulate_report import document, table
+from xspec_cli.simulate_spec import Pairs, pairs_of, recorded_flags, spec_contenders
 
 COMMAND = Command(
     usage="xspec simulate --cost_table=FILE --phases=1:30,8:30 --acceptance=0.6,0.5,0.6 [flags]",
     about="Run every fixed width, the adaptive policy and an oracle under the same load on a virtual clock, "
-    "by the costs of a saved table. Of the engine's flags only those of the scheduler count.",
+    "by the costs of a saved table; by one of (K, d) every fixed pair, goodput and, with "
+    "--adaptive_spec_config, acceptance_ema. Of the engine's flags only that one and those of the scheduler "
+    "count.",
     flags=SIMULATE_FLAGS,
 )
 log = logging.getLogger(__name__)
@@ -60,6 +64,8 @@ SYNTHETIC = (
 )
 """Flags that say nothing where a trace brings the requests."""
 
+PAIRS_ONLY = ("match_flags", "shadow_cost")
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -68,9 +74,10 @@ class Job:
     costs: Bundle
     engine: EngineShape
     world: World
-    settings: DraftStepSettings
+    settings: DraftStepSettings | None
     notes: tuple[str, ...]
     output: str
+    pairs: Pairs | None = None  # where (K, d) are chosen, without `settings`
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,16 +114,29 @@ def job_of(launch: Launch) -> Job:
     check_output(launch.value("output"))
     costs = saved_costs(Path(launch.value("cost_table")))
     engine = engine_of(costs, launch)
-    population, recorded, notes = population_of(launch, costs.draft_width)
-    classes = len(population.difficulties) if isinstance(population, Synthetic) else 0
-    load = load_of(launch, recorded, classes)
+    pairs = settings = recorded = None
+    notes: tuple[str, ...] = ()
+    if costs.control is Control.SPEC:
+        pairs = pairs_of(costs, launch)
+        flags = recorded_flags(launch, pairs)
+        population: Population = flags
+        load = load_of(launch, None, len(flags.names))
+    else:
+        stray = [name for name in PAIRS_ONLY if name in launch.given]
+        if stray:
+            raise ConfigError("\n".join(f"--{name} is only read with costs of (K, d)" for name in stray))
+        population, recorded, notes = population_of(launch, costs.draft_width)
+        classes = len(population.difficulties) if isinstance(population, Synthetic) else 0
+        load = load_of(launch, recorded, classes)
+        settings = policy_settings(launch, costs.control)
     return Job(
         costs=costs,
         engine=engine,
         world=World(population, load, launch.value("seed")),
-        settings=policy_settings(launch, costs.control),
+        settings=settings,
         notes=notes,
         output=launch.value("output"),
+        pairs=pairs,
     )
 
 
@@ -126,11 +146,6 @@ def saved_costs(path: Path) -> Bundle:
     if bundle is None:
         raise ConfigError(
             f"--cost_table={path}: a bare table does not say what was captured; allowed: one that xspec saved"
-        )
-    if bundle.control is Control.SPEC:
-        raise ConfigError(
-            f"--cost_table={path}: costs of (K, d), whose policies need match flags, not rates by position; "
-            "allowed: costs of draft_step or target_verify"
         )
     return bundle
 
@@ -150,7 +165,7 @@ def engine_of(costs: Bundle, launch: Launch) -> EngineShape:
         admission_memory_threshold=1.0,  # no request of a simulation lacks pages
     )
     geometry = PolicyGeometry(lanes, TargetTiers(tiers), costs.draft_width, effective.uncovered)
-    return EngineShape(geometry, limits, effective.geometry.slots)
+    return EngineShape(geometry, limits, effective.geometry.slots, launch.value("shadow_cost"))
 
 
 def policy_settings(launch: Launch, control: Control) -> DraftStepSettings:
@@ -178,12 +193,19 @@ def source_of(job: Job) -> dict[str, Any]:
         "created_at": costs.created_at,
         "fingerprint": dict(costs.fingerprint),
         "request_buckets": list(costs.effective.request_buckets),
-        "policy": dataclasses.asdict(job.settings),
+        "policy": None if job.settings is None else dataclasses.asdict(job.settings),
+        "candidates": None
+        if job.pairs is None or job.pairs.config is None
+        else spec_config_json(job.pairs.config),
     }
 
 
 def contenders_of(job: Job) -> Iterator[Contender]:
     control, geometry = job.costs.control, job.engine.geometry
+    if job.pairs is not None:
+        yield from spec_contenders(job.costs, job.pairs)
+        return
+    assert job.settings is not None
     yield from fixed_contenders(control, geometry.draft_width)
     yield adaptive_contender(control, job.costs.table, geometry, job.settings)
     yield oracle_contender(control, job.costs.table, geometry)
@@ -269,7 +291,7 @@ def _phase(text: str, classes: int) -> Phase:
             "clients and seconds above 0"
         )
     if words[2:] and (not isinstance(of, int) or not 1 <= of <= classes):
-        raise ConfigError(f"--phases: {text!r}; allowed classes: 1 to {classes}, those of --acceptance")
+        raise ConfigError(f"--phases: {text!r}; allowed classes: 1 to {classes}")
     assert isinstance(clients, int)
     return Phase(clients, seconds, (of - 1,) if isinstance(of, int) else None)
 

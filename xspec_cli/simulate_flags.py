@@ -15,7 +15,7 @@ SIMULATE_FLAGS: tuple[Flag, ...] = (
         SIMULATION,
         Kind.STRING,
         "",
-        "saved costs to simulate by, of either adaptive control; it may come from another machine",
+        "saved costs to simulate by, of any adaptive control; it may come from another machine",
     ),
     command(
         "policy_config",
@@ -32,7 +32,8 @@ SIMULATE_FLAGS: tuple[Flag, ...] = (
         Kind.LIST,
         (),
         "clients:seconds, several phases separated by commas, each client with one request at a time; "
-        "clients:seconds:class lets them ask for one class of --acceptance only, counted from 1",
+        "clients:seconds:class lets them ask for one class only, counted from 1 as --acceptance lists them, "
+        "those of --match_flags as their names sort",
     ),
     command("rate", LOAD, Kind.DOUBLE, 0.0, "Poisson arrivals per second instead of phases", low=0.0),
     command("seconds", LOAD, Kind.DOUBLE, 60.0, "so long requests arrive with --rate", low=0.001, high=1e6),
@@ -42,6 +43,22 @@ SIMULATE_FLAGS: tuple[Flag, ...] = (
         Kind.STRING,
         "",
         "requests of a --round_trace file, at its arrival times unless --phases or --rate is given",
+    ),
+    command(
+        "match_flags",
+        REQUESTS,
+        Kind.STRING,
+        "",
+        "for costs of (K, d): answers of a looped model as xspec calibrate --match_flags_output records them",
+    ),
+    command(
+        "shadow_cost",
+        REQUESTS,
+        Kind.DOUBLE,
+        0.1,
+        "what a round that tells of all depths takes longer, as a share of it",
+        low=0.0,
+        high=10.0,
     ),
     command(
         "acceptance",

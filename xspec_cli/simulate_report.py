@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from xspec.sim.compare import ORACLE, Comparison, Figures, Outcome
+from xspec.sim.compare import Comparison, Figures, Outcome
 
 FORMAT = "xspec simulate"
 FORMAT_VERSION = 1
@@ -47,12 +47,11 @@ def _block(found: Comparison, phase: int | None) -> Iterator[str]:
 
 def _row(found: Comparison, outcome: Outcome, phase: int | None) -> str:
     figures = figures_in(outcome, phase)
-    oracle = found.of(ORACLE)
     shown = (
         f"{figures.tokens_per_s:.1f}",
         f"{figures.tokens_per_round:.2f}",
         _share(found.regret(outcome, found.best_fixed(phase), phase)),
-        _share(found.regret(outcome, oracle, phase)),
+        _share(found.regret_oracle(outcome, phase)),
         f"{figures.switches_per_minute:.1f}",
         _share(figures.probe_share),
         _share(figures.plain_share),
@@ -132,5 +131,5 @@ def _figures(found: Comparison, outcome: Outcome, phase: int | None) -> dict[str
         "tokens_per_s": figures.tokens_per_s,
         "switches_per_minute": figures.switches_per_minute,
         "regret_best_fixed": found.regret(outcome, found.best_fixed(phase), phase),
-        "regret_oracle": found.regret(outcome, found.of(ORACLE), phase),
+        "regret_oracle": found.regret_oracle(outcome, phase),
     }

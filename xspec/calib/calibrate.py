@@ -19,7 +19,7 @@ from xspec.calib.choose import Adaptation
 from xspec.calib.fingerprint import Fingerprint, fingerprint
 from xspec.calib.probe import probe
 from xspec.calib.quality import describe, disturbances, quality_of
-from xspec.calib.service import Deliver, Service, ignore, service_of
+from xspec.calib.service import Deliver, Service, Thinker, ignore, service_of
 from xspec.config import Config
 from xspec.cost.bundle import Bundle, check_output, effective_json, read_bundle, write_bundle
 from xspec.cost.fit import curves_of, fit_table
@@ -96,6 +96,7 @@ def calibrated_costs(
     progress: Progress = silent,
     clock_s: Callable[[], float] = time.monotonic,
     deliver: Deliver = ignore,
+    thinker: Thinker | None = None,
 ) -> Calibrated:
     """Load the table that `adaptation` names, or measure on `parts`, idle and warm, and save where it says.
 
@@ -130,7 +131,7 @@ def calibrated_costs(
         ),
         lambda lanes: parts.tiers.of(lanes, width),
         lambda: service_of(
-            config, platform, parts, Pipeline(parts.runner, launcher, slots), clock_s, deliver
+            config, platform, parts, Pipeline(parts.runner, launcher, slots), clock_s, deliver, thinker
         ),
     )
     return _load_or_calibrate(engine, progress)

@@ -88,7 +88,7 @@ class _Run:
 
     def __init__(self, service: Service, effective: Effective, bar: Bar) -> None:
         self._service, self._effective, self._bar = service, effective, bar
-        self._policy = ProbePolicy()
+        self._policy = ProbePolicy(service.thinker)
         self._driver = Driver(service.scheduler, self._policy, service.pipeline, service.clock_s)
         self._crew = Crew(
             service.scheduler,

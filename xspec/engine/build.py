@@ -27,8 +27,10 @@ from xspec.calib.choose import (
     choose_spec,
     speculation_of,
 )
+from xspec.calib.service import Thinker
 from xspec.config import Config
-from xspec.cost.settings import Control
+from xspec.cost.model import Costs
+from xspec.cost.settings import CalibrationSettings, Control
 from xspec.draft.choose import DraftChoice, choose_drafter
 from xspec.engine.engine import Admission, AsyncEngine
 from xspec.engine.rehearsal import Rehearsal
@@ -48,7 +50,7 @@ from xspec.metrics import Metrics
 from xspec.models.locate import is_gguf, locate_model
 from xspec.platform.base import Platform
 from xspec.platform.select import select_platform
-from xspec.policy.make_spec import FIXED
+from xspec.policy.make_spec import ACCEPTANCE_EMA, FIXED
 from xspec.policy.named import Adaptive, Policies, Selection
 from xspec.policy.spec_config import spec_config_json
 from xspec.progress import Progress, silent
@@ -144,6 +146,7 @@ def _measure(
             model=choices.model,
             progress=progress,
             deliver=rehearsal,
+            thinker=_thinker(choices, parts),
         )
 
 
@@ -163,7 +166,9 @@ def _start(built: Built, text: TextAssets) -> AsyncEngine:
     choices, parts = built.choices, built.parts
     config, path = choices.config, choices.model
     pipeline = Pipeline(parts.runner, built.threads, ring_slots(config, choices.platform))
-    policies = _policies(built)
+    costs = built.costs
+    table, uncovered = (None, "") if costs is None else (costs.table, costs.uncovered)
+    policies = _policies(choices, parts, table, uncovered)
     info = _info(built)
     trace = RoundTrace(config.execution.round_trace, info) if config.execution.round_trace else None
     driver = Driver(
@@ -201,18 +206,14 @@ def _metrics(model_id: str, choices: Choices, parts: Assembly) -> Metrics:
     )
 
 
-def _policies(built: Built) -> Policies:
-    drafter, adaptation, parts, costs = (
-        built.choices.drafter,
-        built.choices.adaptation,
-        built.parts,
-        built.costs,
-    )
-    adaptive = None
-    if adaptation is not None and adaptation.spec is None and costs is not None:
-        adaptive = Adaptive(adaptation.control, costs.table, adaptation.policy, costs.uncovered)
+def _policies(choices: Choices, parts: Assembly, costs: Costs | None, uncovered: str) -> Policies:
+    """`uncovered`: what rounds without a cost run, of no meaning without costs."""
+    drafter, adaptation = choices.drafter, choices.adaptation
     if drafter is None:
         return Policies(parts.grid, parts.tiers)
+    adaptive = None
+    if adaptation is not None and adaptation.spec is None and costs is not None:
+        adaptive = Adaptive(adaptation.control, costs, adaptation.policy, uncovered)
     spec = parts.drafter.spec
     return Policies(
         parts.grid,
@@ -223,19 +224,27 @@ def _policies(built: Built) -> Policies:
         adaptive,
         depths=spec.depths,
         loops=parts.target.spec.loops if spec.depths else None,
-        selection=_selection(built),
+        selection=_selection(choices, costs),
     )
 
 
-def _selection(built: Built) -> Selection | None:
+def _selection(choices: Choices, costs: Costs | None) -> Selection | None:
     """What --speculation_policy says, or the depth of a looped target that drafts by the flags alone."""
-    drafter, adaptation, costs = built.choices.drafter, built.choices.adaptation, built.costs
+    drafter, adaptation = choices.drafter, choices.adaptation
     if adaptation is not None and adaptation.spec is not None:
-        spec = adaptation.spec
-        return Selection(spec.policy, spec.config, None if costs is None else costs.table)
+        return Selection(adaptation.spec.policy, adaptation.spec.config, costs)
     if drafter is not None and drafter.loops:
         return Selection(FIXED, depth=drafter.loops[-1])
     return None
+
+
+def _thinker(choices: Choices, parts: Assembly) -> Thinker | None:
+    """What a calibration has think along; None where nothing will adapt by the flags, as while candidates
+    are still being looked for."""
+    spec = None if choices.adaptation is None else choices.adaptation.spec
+    if spec is not None and spec.config is None and spec.policy == ACCEPTANCE_EMA:
+        return None
+    return lambda costs: _policies(choices, parts, costs, CalibrationSettings().uncovered).default()
 
 
 def _adaptation_facts(adaptation: Adaptation) -> dict[str, Any]:

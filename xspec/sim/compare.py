@@ -115,6 +115,14 @@ class Comparison:
             return None
         return 1.0 - rate_of(outcome, phase) / rate_of(against, phase)
 
+    def regret_oracle(self, outcome: Outcome, phase: int | None = None) -> float | None:
+        """Against the oracle; where none took part, against each phase at its own best fixed width."""
+        oracle = next((one for one in self.outcomes if one.contender.name == ORACLE), None)
+        if oracle is not None or phase is not None:
+            return self.regret(outcome, oracle or self.best_fixed(phase), phase)
+        best = self.per_phase_best()
+        return None if outcome.total is None or not best else 1.0 - rate_of(outcome, None) / best
+
 
 def rate_of(outcome: Outcome, phase: int | None) -> float:
     """Tokens/s of an outcome that ran, in one phase or in all."""
