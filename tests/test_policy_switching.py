@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xspec.policy.switching import Held, Moment, Turns, choose, meet_load, next_dwell_ms, scoring_due, start
+from xspec.policy.switching import (
+    FIRST_DWELL_MS,
+    Held,
+    Moment,
+    Turns,
+    choose,
+    meet_load,
+    next_dwell_ms,
+    scoring_due,
+    start,
+)
 
 
 def at(
@@ -58,6 +68,17 @@ def greedy_switches(held: Held, seconds: float, step_s: float = 0.1) -> list[flo
         if cause is not None:
             times.append(round(tick * step_s, 6))
     return times
+
+
+def test_switches_that_loads_ask_for_leave_the_dwell_as_it_is() -> None:
+    """A load that comes and goes ten times, then a steady one: waits are those of two switches for gain."""
+    held = held_at()
+    for number in range(10):
+        held, cause = choose(
+            replace(held, lifted=True), at(5.0 * number), [1.0, 2.0] if held.choice == 0 else [2.0, 1.0], 0.05
+        )
+        assert cause == "load" and held.dwell_ms == FIRST_DWELL_MS
+    assert greedy_switches(replace(held, switched_ms=-16_000.0), 8.0) == [0, 2, 6]
 
 
 def test_dwell_starts_at_a_second_and_doubles_to_sixteen() -> None:
@@ -146,6 +167,7 @@ def test_a_load_of_twice_the_rows_is_new_even_if_it_was_seen_of_late() -> None:
     assert (held.lifted, held.rows, held.load_id, held.dwell_ms) == (True, 8, 4, 8_000.0)
     held, cause = choose(held, at(0.1, plan_id=4, rows=8), [1.0, 1.01], 0.0)
     assert (held.choice, cause) == (1, "load")
+    assert held.dwell_ms == 8_000.0  # the load asked for it: the next wait is no longer for that
     for plan_id in range(5, 12):  # five is not half as many
         held = meet_load(held, at(0.2, plan_id=plan_id, rows=5, seen=(1, 8)))
     assert not held.lifted

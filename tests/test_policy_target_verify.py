@@ -300,7 +300,7 @@ def test_in_a_plain_spell_one_lucky_probe_does_not_decide() -> None:
 
 
 def test_promises_are_added_up_where_something_may_come_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a plain spell: at a look in five, and where a probe could be paid."""
+    """In a plain spell: at a look in twenty rounds, and where a probe could be paid."""
     looks = []
 
     def counted(*args: Any) -> Tier:
@@ -315,7 +315,7 @@ def test_promises_are_added_up_where_something_may_come_of_it(monkeypatch: pytes
         chosen.observe(feedback(plans[-1], [row(1, 0, 0)]))
     assert not any(plan.draft_steps for plan in plans)
     assert all(plan.predicted_ms == 10.0 for plan in plans)
-    assert len(looks) == 80 // 5
+    assert len(looks) == 80 // 20
     assert chosen.plan(view(80, 1)).reason == "probe"
 
 

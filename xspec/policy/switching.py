@@ -147,7 +147,7 @@ def choose(
         choice=best,
         rows=now.rows,
         switched_ms=now.elapsed_ms,
-        dwell_ms=next_dwell_ms(held, now.elapsed_ms),
+        dwell_ms=max(held.dwell_ms, FIRST_DWELL_MS) if held.lifted else next_dwell_ms(held, now.elapsed_ms),
         lifted=False,
     )
     return switched, "uncovered" if not covered else "load" if held.lifted else "gain"

@@ -25,8 +25,11 @@ from xspec.policy.survivals import STALE_BATCHES, Correction, Profile, SignalMem
 from xspec.policy.switching import Held, Moment, Turns, best_choice, choose, meet_load, scoring_due, start
 
 PLAIN, SPECULATIVE = 0, 1
-UPDATE_INTERVAL = 5
-"""Completed decode batches between two looks at plain against speculative rounds."""
+LOOK_EVERY = (20, 5)
+"""Completed decode batches between two looks at plain against speculative rounds, in a plain spell and outside it.
+A spell learns nothing between two probes, and a new load is looked at at once."""
+ALIVE_EVERY = 32
+"""Plain rounds tell of a sequence only that it is there, which need not be noted every time."""
 
 Promised = list[list[float]]
 """Of each request the corrected survivals of the drafts that can matter to it."""
@@ -109,6 +112,8 @@ class TargetVerifyPolicy:
         if not self._ledger.retire(feedback):
             return
         batch = self._ledger.batches
+        if feedback.signals is None and batch % ALIVE_EVERY:
+            return
         told = None if feedback.signals is None else feedback.signals.tolist()
         rows, drafted = [], []
         for index, row in enumerate(feedback.rows):
@@ -198,7 +203,7 @@ class TargetVerifyPolicy:
         return (
             held.choice == PLAIN
             and not isnan(menu.plain_ms)
-            and not scoring_due(held, now, UPDATE_INTERVAL)
+            and not scoring_due(held, now, LOOK_EVERY[PLAIN])
             and not self._may_probe(held, menu)
         )
 
@@ -207,7 +212,7 @@ class TargetVerifyPolicy:
         if held is None:
             return start(best_choice(self._scores(now.plan_id, duel)), now), "initial", None
         covered = not isnan(duel.ms[held.choice])
-        if covered and not scoring_due(held, now, UPDATE_INTERVAL):
+        if covered and not scoring_due(held, now, LOOK_EVERY[held.choice]):
             return held, "hold", None
         # The minimum gain is against noise at a load; a new load is met by the better kind of round. Drafts
         # need it to be taken up, not to be given up once a whole window tells their worth.
