@@ -26,7 +26,7 @@ from xspec.policy.switching import Held, Moment, Turns, best_choice, choose, mee
 
 PLAIN, SPECULATIVE = 0, 1
 LOOK_EVERY = (20, 5)
-"""Completed decode batches between two looks at plain against speculative rounds, in a plain spell and outside it.
+"""Completed decode batches between two looks at plain against speculative rounds: in a plain spell, and else.
 A spell learns nothing between two probes, and a new load is looked at at once."""
 ALIVE_EVERY = 32
 """Plain rounds tell of a sequence only that it is there, which need not be noted every time."""
