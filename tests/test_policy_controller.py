@@ -398,3 +398,26 @@ def test_candidates_follow_acceptance_and_a_run_repeats() -> None:
     assert runs[0] == runs[1]
     code, prose = ([p.draft_steps for p in runs[0][a:b]] for a, b in ((150, 300), (450, 600)))
     assert sum(code) > 1.3 * sum(prose)
+
+
+@pytest.mark.parametrize("rate", [0.95, 0.0])
+def test_candidates_that_never_ran_are_tried_however_dear(rate: float) -> None:
+    """One loop drafts badly, whatever the config says; three draft well (or nothing does). No allowance could
+    pay a probe of three, but each candidate is tried once: it is found within 64 rounds, or left alone."""
+    table = costs()
+    deep, told = Candidate(4, 3, down=0.3, acceptance=0.85), Candidate(4, 1, up=0.95, acceptance=0.85)
+    plain_ms, deep_ms = table.round_ms(0, 1, 1), table.round_ms(4, 1, 5, 3)
+    assert plain_ms is not None and deep_ms is not None
+    assert deep_ms / plain_ms - 1.0 > USUAL.probe_share * USUAL.backoff_cap
+    given = replace(spec([BatchRange(1, 1, (told, deep))]), ema=EmaSettings(beta=0.05))
+    world = Streams(AdaptiveController(given, table, geometry()), table, seed=3)
+    world.run(600, lambda n: 1, lambda n: (0.1 * rate, 0.5 * rate, rate))
+    rounds = [(one.plan.draft_steps, one.plan.depth) for one in world.played]
+    trials = [one for one in world.played if one.plan.reason == "probe" and one.plan.depth == 3]
+    if rate:
+        assert rounds.index((4, 3)) <= 64
+        assert rounds[100:].count((4, 3)) > 0.95 * 500
+        assert tokens_per_ms(world.played[100:]) > 1.1 / plain_ms
+    else:
+        assert len(trials) == 1
+        assert tokens_per_ms(world.played[100:]) >= 0.98 / plain_ms

@@ -42,6 +42,12 @@ class Allowance:
         most = max(self._rounds * extra, self._dearest, self._share)
         self.left = max(self.left, min(self.left + self._share, most))
 
+    def pay(self, extra: float, *, trial: bool) -> None:
+        """A probe round retired. Trials are few: of one no more is owed than the longest wait earns."""
+        self.left -= extra
+        if trial:
+            self.left = max(self.left, -self._dearest)
+
     def affords(self, extra: float) -> bool:
         """Whether a round that costs so much more can be paid in the longest wait."""
         return extra <= self._dearest
@@ -53,10 +59,12 @@ class Allowance:
 
 @dataclass(slots=True)
 class Probe:
-    """A probe in progress, over all its batches of rounds."""
+    """A probe in progress, over all its batches of rounds. `trial`: the first one of a candidate that never
+    ran."""
 
     candidate: int
     rounds: int
+    trial: bool = False
     accepted: int = 0
     drafted: int = 0
 
@@ -129,10 +137,13 @@ class OffSwitch:
             self.events["new_requests"] += 1
         if self.probe is not None or self.waited < self.backoff:
             return
-        candidate = self._choose(bucket, gain, purse)
-        rounds = purse.rounds(extra_cost(gain, candidate))
+        candidate, rounds = self._untried(bucket, gain), 1
+        trial = candidate is not None
+        if candidate is None:
+            candidate = self._choose(bucket, gain, purse)
+            rounds = purse.rounds(extra_cost(gain, candidate))
         if rounds:
-            self.probe = Probe(candidate, rounds)
+            self.probe = Probe(candidate, rounds, trial=trial)
             self.probes += 1
             self.requests = requests
             self.quota.start(rounds)
@@ -144,7 +155,7 @@ class OffSwitch:
         probe = self.probe
         if probe is None or not self.quota.retire(plan_id):
             return
-        purse.left -= extra_cost(gain, probe.candidate)
+        purse.pay(extra_cost(gain, probe.candidate), trial=probe.trial)
         probe.accepted += counts[0]
         probe.drafted += counts[1]
         if not self.quota.open:
@@ -185,6 +196,17 @@ class OffSwitch:
         bucket.drafts = probe.drafted
         self.off, self.trusted, self.probe, self.waited = False, False, None, 0
         self.events["on"] += 1
+
+    def _untried(self, bucket: BucketState, gain: Gain) -> int | None:
+        """Of the candidates that never ran and promise a gain, that of the largest. Each is tried once,
+        whatever a round of it costs: what the one before it failed at says nothing of a deeper one."""
+        best, most = None, 1.0 + self.settings.margin
+        for j, average in enumerate(bucket.averages):
+            value = bucket.value(j)
+            promised = gain(j, 1.0 if value is None else value)
+            if average.updated is None and promised is not None and promised > most:
+                best, most = j, promised
+        return best
 
     def _choose(self, bucket: BucketState, gain: Gain, purse: Allowance) -> int:
         """Every other probe goes to the cheapest candidate that its average promises a gain of (without an
