@@ -400,24 +400,44 @@ def test_candidates_follow_acceptance_and_a_run_repeats() -> None:
     assert sum(code) > 1.3 * sum(prose)
 
 
-@pytest.mark.parametrize("rate", [0.95, 0.0])
-def test_candidates_that_never_ran_are_tried_however_dear(rate: float) -> None:
-    """One loop drafts badly, whatever the config says; three draft well (or nothing does). No allowance could
-    pay a probe of three, but each candidate is tried once: it is found within 64 rounds, or left alone."""
+def deep_or_nothing() -> tuple[Streams, float, float]:
+    """A config that believes in one loop as much as in three, whose rounds no allowance for probes could pay:
+    its world, what a plain round takes, and how many plain rounds more one of three loops."""
     table = costs()
     deep, told = Candidate(4, 3, down=0.3, acceptance=0.85), Candidate(4, 1, up=0.95, acceptance=0.85)
     plain_ms, deep_ms = table.round_ms(0, 1, 1), table.round_ms(4, 1, 5, 3)
     assert plain_ms is not None and deep_ms is not None
-    assert deep_ms / plain_ms - 1.0 > USUAL.probe_share * USUAL.backoff_cap
+    extra = deep_ms / plain_ms - 1.0
+    assert extra > USUAL.probe_share * USUAL.backoff_cap
     given = replace(spec([BatchRange(1, 1, (told, deep))]), ema=EmaSettings(beta=0.05))
-    world = Streams(AdaptiveController(given, table, geometry()), table, seed=3)
+    return Streams(AdaptiveController(given, table, geometry()), table, seed=3), plain_ms, extra
+
+
+@pytest.mark.parametrize("rate", [0.95, 0.0])
+def test_candidates_that_never_ran_are_tried_however_dear(rate: float) -> None:
+    """One loop drafts badly, whatever the config says; three draft well (or nothing does). Each candidate is
+    tried once: the good one is found within 64 rounds, the bad one left alone."""
+    world, plain_ms, _ = deep_or_nothing()
     world.run(600, lambda n: 1, lambda n: (0.1 * rate, 0.5 * rate, rate))
     rounds = [(one.plan.draft_steps, one.plan.depth) for one in world.played]
-    trials = [one for one in world.played if one.plan.reason == "probe" and one.plan.depth == 3]
     if rate:
         assert rounds.index((4, 3)) <= 64
         assert rounds[100:].count((4, 3)) > 0.95 * 500
         assert tokens_per_ms(world.played[100:]) > 1.1 / plain_ms
     else:
-        assert len(trials) == 1
+        assert rounds.count((4, 3)) == 1
         assert tokens_per_ms(world.played[100:]) >= 0.98 / plain_ms
+
+
+def test_what_no_probe_can_pay_is_tried_again_now_and_then() -> None:
+    """Its one trial failed, and then it would pay."""
+    world, plain_ms, extra = deep_or_nothing()
+    spell = world.run(3000, lambda n: 1, lambda n: NOTHING)
+    trials = [n for n, one in enumerate(spell) if one.plan.depth == 3]
+    assert len(trials) >= 3
+    assert all(b - a >= extra / 0.0025 for a, b in zip(trials, trials[1:], strict=False))
+    assert tokens_per_ms(spell[100:]) >= 0.98 / plain_ms
+    back = world.run(3000, lambda n: 1, lambda n: (0.1, 0.5, 0.95))
+    first = next(n for n, one in enumerate(back) if one.plan.depth == 3)
+    assert first <= extra / 0.0025 + 64
+    assert tokens_per_ms(back[-500:]) > 1.1 / plain_ms  # a trial of four drafts may fail once more

@@ -6,6 +6,7 @@ all ranges share. docs/looped.md has the rules.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ MAX_PROBE_ROUNDS = 16
 
 PROBE_BETA = 0.5
 """Weight of a failed probe in its candidate's average, which nothing else moves while off."""
+
+TRIAL_SHARE = 0.0025
+"""Of the time, that trials of candidates too dear for any probe may cost beside probes."""
 
 CHANGED_SHARE = 0.5
 """Requests that must be others than those of the last probe for the prompts to count as new."""
@@ -74,6 +78,7 @@ class OffSwitch:
     """Of one range. `trusted`: the last switching on has stood its first look.
 
     `waited`: plain feedback rounds since the last probe or switching off; `backoff`: how many to wait for.
+    `untried`: since the last trial; `trials`: how many of each candidate.
     """
 
     settings: DisableSettings
@@ -81,6 +86,8 @@ class OffSwitch:
     trusted: bool = True
     strikes: int = 0
     waited: int = 0
+    untried: int = 0
+    trials: Counter[int] = field(default_factory=Counter)
     backoff: int = 0
     probes: int = 0
     probe: Probe | None = None
@@ -129,6 +136,7 @@ class OffSwitch:
     ) -> None:
         """A plain round of this range retired while off; begins a probe where one is due and can be paid."""
         self.waited += 1
+        self.untried += 1
         if not self.requests:
             self.requests = requests
         elif len(requests - self.requests) > CHANGED_SHARE * len(requests):
@@ -137,7 +145,7 @@ class OffSwitch:
             self.events["new_requests"] += 1
         if self.probe is not None or self.waited < self.backoff:
             return
-        candidate, rounds = self._untried(bucket, gain), 1
+        candidate, rounds = self._trial(bucket, gain, purse), 1
         trial = candidate is not None
         if candidate is None:
             candidate = self._choose(bucket, gain, purse)
@@ -145,6 +153,9 @@ class OffSwitch:
         if rounds:
             self.probe = Probe(candidate, rounds, trial=trial)
             self.probes += 1
+            if trial:
+                self.trials[candidate] += 1
+                self.untried = 0
             self.requests = requests
             self.quota.start(rounds)
 
@@ -197,21 +208,32 @@ class OffSwitch:
         self.off, self.trusted, self.probe, self.waited = False, False, None, 0
         self.events["on"] += 1
 
-    def _untried(self, bucket: BucketState, gain: Gain) -> int | None:
-        """Of the candidates that never ran and promise a gain, that of the largest. Each is tried once,
-        whatever a round of it costs: what the one before it failed at says nothing of a deeper one."""
-        best, most = None, 1.0 + self.settings.margin
+    def _trial(self, bucket: BucketState, gain: Gain, purse: Allowance) -> int | None:
+        """Of the candidates to be tried, whatever a round of them costs, one least tried; of those that with
+        the largest promise.
+
+        Each is once, if it never ran: what the one before it failed at says nothing of a deeper one. Those
+        too dear for probes are again, now and then, by what they promised offline: nothing else would tell.
+        """
+        due: dict[int, tuple[int, float]] = {}
+        reached = self._reached(bucket, gain, purse)
         for j, average in enumerate(bucket.averages):
-            value = bucket.value(j)
-            promised = gain(j, 1.0 if value is None else value)
-            if average.updated is None and promised is not None and promised > most:
-                best, most = j, promised
-        return best
+            waited = j not in reached and extra_cost(gain, j) <= TRIAL_SHARE * self.untried
+            if average.updated is not None and not waited:
+                continue
+            promised = gain(j, 1.0 if average.seed is None else average.seed)
+            if promised is not None and promised > 1.0 + self.settings.margin:
+                due[j] = (-self.trials[j], promised)
+        return max(due, key=due.__getitem__, default=None)
+
+    def _reached(self, bucket: BucketState, gain: Gain, purse: Allowance) -> list[int]:
+        """Candidates that probes go to: those that can be afforded, or else the first."""
+        return [j for j in range(len(bucket.averages)) if purse.affords(extra_cost(gain, j))] or [0]
 
     def _choose(self, bucket: BucketState, gain: Gain, purse: Allowance) -> int:
         """Every other probe goes to the cheapest candidate that its average promises a gain of (without an
         average it does), else to the first; the others go in turn to all that can be afforded."""
-        places = [j for j in range(len(bucket.averages)) if purse.affords(extra_cost(gain, j))] or [0]
+        places = self._reached(bucket, gain, purse)
         if self.probes % 2:
             return places[self.probes // 2 % len(places)]
         for j in places:
