@@ -149,12 +149,7 @@ def test_a_spell_without_any_acceptance(clients: int) -> None:
 @pytest.mark.parametrize(
     "clients",
     [
-        pytest.param(
-            1,
-            marks=pytest.mark.xfail(
-                strict=True, reason="not met yet: goodput reaches 0.969 of the per-phase best, bound 0.97"
-            ),
-        ),
+        1,
         8,
     ],
 )

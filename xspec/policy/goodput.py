@@ -30,6 +30,9 @@ STALE_BATCHES = 64
 SMALL_LEAD = 0.25
 """Of the margin. A lead of more than that counts for so much of a look: what lasts is no noise."""
 
+READ_EVERY = 4
+"""Decode rounds whose flags are read together, outside shadow rounds: only the first finds cold caches."""
+
 KEEP_EVERY = 256
 """Decode rounds after which sequences that have left are forgotten."""
 
@@ -69,6 +72,7 @@ class GoodputPolicy:
         self._held: dict[int, Held] = {}  # by lanes
         self._asked: tuple[int, int, Held | None] | None = None  # last plan: id, lanes, held before
         self._batches = 0
+        self._unread: list[RoundFeedback] = []
         self._switches: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._last: SpeculationPlan | None = None
@@ -203,9 +207,17 @@ class GoodputPolicy:
         self._batches += 1
         self._reasons[plan.reason] += 1
         self._switches["switch"] += plan.reason == "switch"
-        self._looking.observe(feedback, self._flags, shifted=self._flags.observe(feedback))
+        self._unread.append(feedback)
+        due = self._looking.open or self._batches % READ_EVERY == 0
+        self._looking.observe(feedback, self._flags, shifted=due and self._read())
         if self._batches % KEEP_EVERY == 0:
             self._flags.keep([row.sequence_id for row in feedback.rows])
+
+    def _read(self) -> bool:
+        """The flags of rounds that were not read yet; whether some depth's have shifted."""
+        shifted = [self._flags.observe(feedback) for feedback in self._unread]
+        self._unread.clear()
+        return any(shifted)
 
     def status(self) -> dict[str, Any]:
         last = self._last

@@ -77,6 +77,11 @@ class Looking:
 
     # -- shadow rounds ------------------------------------------------------------------------
 
+    @property
+    def open(self) -> bool:
+        """Whether shadow rounds are under way."""
+        return self._quota.open
+
     def shadow(self, plan_id: int) -> bool:
         """Whether the coming round tells all depths."""
         return self._shadows and self._quota.take(plan_id)
