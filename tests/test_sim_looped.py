@@ -146,13 +146,7 @@ def test_a_spell_without_any_acceptance(clients: int) -> None:
     assert all(not r.probe for r in rounds(found, GOODPUT, 1))  # shadow rounds of plain ones do
 
 
-@pytest.mark.parametrize(
-    "clients",
-    [
-        1,
-        8,
-    ],
-)
+@pytest.mark.parametrize("clients", [1, 8])
 def test_acceptance_that_shifts_is_followed(clients: int) -> None:
     phases = ((clients, 0.8, 0), (clients, 0.8, 1), (clients, 0.8, 0))
     found = contest((CODE, PROSE), phases, answers=(32, 64))
