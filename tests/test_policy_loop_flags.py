@@ -11,6 +11,7 @@ from looped_world import CODE, DEPTHS, STEPS, LoopedText, replay
 from policy_world import feedback, row
 
 from xspec.core.round import RoundFeedback, RowFeedback, SpeculationPlan
+from xspec.policy import loop_flags
 from xspec.policy.loop_flags import DepthFlags, FlagStreams, row_flags, walk, walk_own
 
 BURSTY = LoopedText("bursty", (0.7, 0.85, 0.95), depth_correlation=0.9, persistence=0.8)
@@ -196,6 +197,28 @@ def test_without_evidence_rates_are_the_prior_and_lean_on_the_position_before() 
     evidence.add({0: [0, 400]})
     one, three = evidence.survivals()
     assert one[0] > 0.99 and three[2] > 0.95
+
+
+@pytest.mark.usefixtures("steady")
+def test_positions_hardly_tried_any_more_lean_on_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an odd answer, of which half of all drafts hold, rounds of two drafts see 95 of 100 hold."""
+    odd, usual = np.random.default_rng(1), np.random.default_rng(2)
+    found = streams(window=512.0, steps=(2, 4))
+    run_all(odd.random((600, len(DEPTHS))) < 0.5, found, [(4, 1)])
+    evidence = found.evidence[0]
+    assert evidence.survivals()[1][3] < 0.15
+    for number in range(400):  # drafts tell no more than themselves
+        held = usual.random(2) < 0.95
+        told = feedback(SpeculationPlan(number, "p", 2, depth=1), [row(1, 2, int(np.cumprod(held).sum()))])
+        found.observe(told)
+    tried, told_now = evidence.trials[1], evidence.survivals()[1]
+    assert 0.01 * tried[0] < tried[3] < 0.1 * tried[0]  # what the odd answer left
+    monkeypatch.setattr(loop_flags, "FRESH_SHARE", 0.0)
+    evidence.pause()
+    evidence._found = None
+    stale = evidence.survivals()[1]
+    assert told_now[:2] == stale[:2]
+    assert told_now[3] > 0.45 > stale[3] + 0.1
 
 
 def test_evidence_decays_with_what_is_added() -> None:

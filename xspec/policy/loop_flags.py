@@ -17,10 +17,14 @@ from xspec.policy.acceptance import PRIOR_RATE, PRIOR_TRIALS
 SHRINK_TRIALS = 8.0
 """Trials that a rate must have itself before it counts as much as the one it is derived from."""
 
+FRESH_SHARE = 0.25
+"""Of a first draft's trials that get to a position, those that must have been made there. With fewer, as
+shallower rounds run, the text may have become another one: what is missing leans too."""
+
 SHORT_FLAGS = (24.0, 96.0)
 """Flags of late, without a gap, that are held against the longer memory: few show a jump, more a step."""
 
-SHIFT_SIGMAS, SHIFT_RATE, SHIFT_LEAST = 3.5, 0.15, 3.5
+SHIFT_SIGMAS, SHIFT_RATE, SHIFT_LEAST = 3.5, 0.25, 3.5
 """They show a shift if they differ by so many standard deviations, and by so much, and are so many."""
 
 MOST_UNITS = 1e9
@@ -134,8 +138,8 @@ class DepthFlags:
     def survivals(self) -> list[list[float]]:
         """[n][k]: the chance that drafts 1 to k + 1 of a round with steps[n] drafts all hold.
 
-        A hazard without evidence of its own leans on that of the same position in rounds of any length, and
-        that one on the position before.
+        A hazard without evidence of its own, or with little beside that of the first draft, leans on that of
+        the same position in rounds of any length, and that one on the position before.
         """
         return self._told()[0]
 
@@ -151,21 +155,26 @@ class DepthFlags:
 
     def _survivals(self) -> list[list[float]]:
         unit = self._unit
-        leaned, before, weight = [], self.prior, PRIOR_TRIALS * unit
-        lean = SHRINK_TRIALS * unit
+        pooled, before, weight = [], self.prior, PRIOR_TRIALS * unit
+        lean, reach = SHRINK_TRIALS * unit, FRESH_SHARE  # of a first draft's trials, how many get there
         for k, deep in enumerate(self._deep):
-            tried = held = 0.0
+            tried = held = first = 0.0
             for _, trials, hits in deep:
                 tried += trials[k]
                 held += hits[k]
-            before = (held / len(deep) + weight * before) / (tried / len(deep) + weight)
+                first += trials[0]
+            missing = max(0.0, reach * first - tried)
+            weight = weight * len(deep) + missing
+            before = (held + weight * before) / (tried + weight)
+            reach *= before
             weight = lean
-            leaned.append(lean * before)
+            pooled.append(before)
         found = []
         for _, trials, hits in self._rows:
             survival, row = 1.0, []
-            for tried, held, towards in zip(trials, hits, leaned, strict=False):
-                survival *= (held + towards) / (tried + lean)
+            for tried, held, towards in zip(trials, hits, pooled, strict=False):
+                leaned = lean + max(0.0, FRESH_SHARE * trials[0] * survival - tried)
+                survival *= (held + leaned * towards) / (tried + leaned)
                 row.append(survival)
             found.append(row)
         return found
