@@ -39,7 +39,7 @@ from xspec_cli.benchlib.report import check_output, write_document
 from xspec_cli.flags_resolve import Command, Info, Launch, resolve
 from xspec_cli.gflags import parse_value
 from xspec_cli.progress import set_up_output
-from xspec_cli.simulate_flags import SIMULATE_FLAGS
+from xspec_cli.simulate_flags import SIMULATE_FLAGS, SYNTHETIC
 from xspec_cli.simulate_report import document, table
 from xspec_cli.simulate_spec import Pairs, pairs_of, recorded_flags, spec_contenders
 
@@ -54,16 +54,6 @@ COMMAND = Command(
 log = logging.getLogger(__name__)
 MAX_CLIENTS = 4096
 MAX_ARRIVALS = 100_000
-SYNTHETIC = (
-    "acceptance_spread",
-    "burst_tokens",
-    "calibration_error",
-    "signal_noise",
-    "prompt_tokens",
-    "answer_tokens",
-)
-"""Flags that say nothing where a trace brings the requests."""
-
 PAIRS_ONLY = ("match_flags", "shadow_cost")
 
 

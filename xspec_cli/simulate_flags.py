@@ -9,6 +9,16 @@ SIMULATION = "Simulation"
 LOAD = "Simulated load"
 REQUESTS = "Simulated requests"
 
+SYNTHETIC = (
+    "acceptance_spread",
+    "burst_tokens",
+    "calibration_error",
+    "signal_noise",
+    "prompt_tokens",
+    "answer_tokens",
+)
+"""Flags that say nothing where a trace brings the requests."""
+
 SIMULATE_FLAGS: tuple[Flag, ...] = (
     command(
         "cost_table",

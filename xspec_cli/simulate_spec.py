@@ -17,18 +17,9 @@ from xspec.policy.spec_files import FLAG, check_fit, load_spec_config
 from xspec.sim.compare import Contender
 from xspec.sim.looped import LoopedRecorded, fixed_pairs, read_flags, speculation_contender
 from xspec_cli.flags_resolve import Launch
+from xspec_cli.simulate_flags import SYNTHETIC
 
-POSITIONS_ONLY = (
-    "policy_config",
-    "trace",
-    "acceptance",
-    "acceptance_spread",
-    "burst_tokens",
-    "calibration_error",
-    "signal_noise",
-    "prompt_tokens",
-    "answer_tokens",
-)
+POSITIONS_ONLY = ("policy_config", "trace", "acceptance", *SYNTHETIC)
 """Flags that say nothing of (K, d)."""
 
 
