@@ -63,8 +63,8 @@ class Allowance:
 
 @dataclass(slots=True)
 class Probe:
-    """A probe in progress, over all its batches of rounds. `trial`: the first one of a candidate that never
-    ran."""
+    """A probe in progress, over all its batches of rounds. `trial`: one that no allowance had to pay for
+    first."""
 
     candidate: int
     rounds: int
