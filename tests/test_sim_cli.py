@@ -244,6 +244,10 @@ def test_a_width_that_was_not_measured_is_shown_as_such(
         ),
         (["--trace=/nowhere"], "--trace=/nowhere: .*cannot be read"),
         (
+            ["--acceptance=0.5,0.5,0.5", "--phases=1:1", "--adaptive_spec_config=x"],
+            "--adaptive_spec_config is only read with costs of",
+        ),
+        (
             ["--acceptance=0.5,0.5,0.5", "--phases=1:1", "--match_flags=x", "--shadow_cost=1"],
             "--match_flags is only read with costs of",
         ),

@@ -18,7 +18,7 @@ from xspec.cost.model import Sample
 from xspec.cost.settings import CalibrationSettings, ContextInterval, Control, Pair, resolve
 from xspec.errors import ConfigError, UnsupportedError
 from xspec.policy.spec_config import spec_config_json
-from xspec.sim.looped import FlagStream, write_flags
+from xspec.sim.looped import FlagStream, LoopedRecorded, read_flags, write_flags
 from xspec_cli import simulate as command
 from xspec_cli.flags_resolve import Launch
 from xspec_cli.flags_resolve import resolve as resolve_words
@@ -106,6 +106,25 @@ def test_without_candidates_goodput_runs_alone(files: dict[str, Path]) -> None:
     names = [contender.name for contender in command.contenders_of(made)]
     assert "goodput" in names and "acceptance_ema" not in names
     assert made.pairs is not None and made.pairs.geometry.loops == LOOPS
+
+
+def test_flags_of_more_depths_than_draft_are_told_apart(files: dict[str, Path], tmp_path: Path) -> None:
+    """Costs of two and three loops, flags of one to three: the first column is that of two loops then."""
+    table = tmp_path / "deep.json"
+    write_bundle(table, bundle_of([pair for pair in GRID if pair[1] != 1]))
+    made = job(words_of(files, "--phases=1:0.2", cost_table=str(table), adaptive_spec_config=""))
+    assert isinstance(made.world.population, LoopedRecorded)
+    whole = read_flags(files["flags"], 8)
+    assert made.world.population.depths == DEPTHS[1:]
+    for stream, all_of_it in zip(made.world.population.streams, whole.streams, strict=True):
+        assert np.array_equal(stream.flags, all_of_it.flags[:, 1:])
+
+
+def test_no_recorded_answer_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.json"
+    write_flags(empty, DEPTHS, [])
+    with pytest.raises(ConfigError, match="requests: found"):
+        job(words_of(files, "--phases=1:1", match_flags=str(empty)))
 
 
 def test_shadow_rounds_cost_what_is_said(files: dict[str, Path]) -> None:

@@ -54,7 +54,7 @@ COMMAND = Command(
 log = logging.getLogger(__name__)
 MAX_CLIENTS = 4096
 MAX_ARRIVALS = 100_000
-PAIRS_ONLY = ("match_flags", "shadow_cost")
+PAIRS_ONLY = ("match_flags", "shadow_cost", "adaptive_spec_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def job_of(launch: Launch) -> Job:
         population: Population = flags
         load = load_of(launch, None, len(flags.names))
     else:
-        stray = [name for name in PAIRS_ONLY if name in launch.given]
+        stray = [name for name in PAIRS_ONLY if name in {*launch.given, *launch.chosen}]
         if stray:
             raise ConfigError("\n".join(f"--{name} is only read with costs of (K, d)" for name in stray))
         population, recorded, notes = population_of(launch, costs.draft_width)

@@ -4,7 +4,7 @@ flags that were recorded. No model, no device, no torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xspec.core.shapes import BucketGrid
@@ -73,7 +73,14 @@ def recorded_flags(launch: Launch, pairs: Pairs) -> LoopedRecorded:
             f"--match_flags={file}: has depths {_listed(recorded.depths)}, but costs are of depths "
             f"{_listed(pairs.geometry.depths)}; allowed: flags of all of these"
         )
-    return recorded
+    return _of_depths(recorded, pairs.geometry.depths)
+
+
+def _of_depths(recorded: LoopedRecorded, depths: tuple[int, ...]) -> LoopedRecorded:
+    """Without the depths that nothing drafts with: policies take flags in the order of their own."""
+    columns = [recorded.depths.index(depth) for depth in depths]
+    streams = tuple(replace(stream, flags=stream.flags[:, columns]) for stream in recorded.streams)
+    return replace(recorded, streams=streams, depths=depths)
 
 
 def spec_contenders(costs: Bundle, pairs: Pairs) -> Iterator[Contender]:
