@@ -123,7 +123,7 @@ def test_flags_of_more_depths_than_draft_are_told_apart(files: dict[str, Path], 
 def test_no_recorded_answer_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
     empty = tmp_path / "empty.json"
     write_flags(empty, DEPTHS, [])
-    with pytest.raises(ConfigError, match="requests: found"):
+    with pytest.raises(ConfigError, match="--match_flags=.*\n.*requests: found"):
         job(words_of(files, "--phases=1:1", match_flags=str(empty)))
 
 
@@ -136,7 +136,7 @@ def test_shadow_rounds_cost_what_is_said(files: dict[str, Path]) -> None:
     [
         ({"match_flags": ""}, [], "--match_flags=FILE is needed with costs of"),
         ({"match_flags": "shallow"}, [], "has depths 1, but costs are of depths 1, 2, 3"),
-        ({"match_flags": "/nowhere"}, [], "/nowhere: match flags cannot be read"),
+        ({"match_flags": "/nowhere"}, [], "--match_flags=/nowhere: match flags cannot be read"),
         ({"cost_table": "widths"}, [], "costs of K without loops"),
         ({"adaptive_spec_config": "/nowhere"}, [], "--adaptive_spec_config=/nowhere: cannot be read"),
         ({}, ["--acceptance=0.5", "--trace=x"], "--trace is not read with .*\n--acceptance is not read with"),

@@ -66,7 +66,10 @@ def recorded_flags(launch: Launch, pairs: Pairs) -> LoopedRecorded:
             "--match_flags=FILE is needed with costs of (K, d): which drafts match, as xspec calibrate "
             "--match_flags_output writes it"
         )
-    recorded = read_flags(Path(file).expanduser(), pairs.geometry.max_steps)
+    try:
+        recorded = read_flags(Path(file).expanduser(), pairs.geometry.max_steps)
+    except ConfigError as error:
+        raise ConfigError(f"--match_flags={error}") from error
     missing = [depth for depth in pairs.geometry.depths if depth not in recorded.depths]
     if missing:
         raise ConfigError(
