@@ -65,12 +65,13 @@ def worth(rates: Sequence[float], rows: int, table: LoopedCosts, text: object = 
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_it_settles_within_two_per_cent_of_the_best_pair(text: object, rows: int) -> None:
     table = costs()
-    world = Streams(fresh(table), table, seed=2)
-    world.run(300, lambda n: rows, lambda n: text.rates)  # type: ignore[attr-defined]
     value = worth(text.rates, rows, table)  # type: ignore[attr-defined]
-    best = max(value.values())
-    ran = [value[pair(one.plan)] for one in world.played[150:]]
-    assert float(np.mean(ran)) >= 0.98 * best
+    ran = []
+    for seed in range(4):
+        world = Streams(fresh(table), table, seed=seed)
+        world.run(300, lambda n: rows, lambda n: text.rates)  # type: ignore[attr-defined]
+        ran += [value[pair(one.plan)] for one in world.played[150:]]
+    assert float(np.mean(ran)) >= 0.98 * max(value.values())
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -34,7 +34,7 @@ def as_fields(told: RoundFeedback) -> dict[str, object]:
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is ever forgotten, so that counts can be compared."""
-    monkeypatch.setattr(DepthFlags, "shifted", lambda self: False)
+    monkeypatch.setattr(DepthFlags, "shifted", lambda self, rows: False)
 
 
 def streams(window: float = math.inf, steps: Sequence[int] = STEPS) -> FlagStreams:
@@ -49,7 +49,7 @@ def run_all(flags: np.ndarray, found: FlagStreams, plans: Sequence[tuple[int, in
         if place + steps + 1 > len(flags):
             return place
         told = shadow_round(number, flags[place:], steps, depth)
-        found.observe(told)
+        found.observe([told])
         place += told.committed_tokens
         number += 1
 
@@ -111,7 +111,7 @@ def test_rounds_without_shadow_tell_their_own_depth_exactly() -> None:
     counted: list[tuple[int, int]] = []
     while place + 5 < len(flags):
         told = shadow_round(place, flags[place:], 4, 1)
-        found.observe(RoundFeedback(**{**as_fields(told), "matches": None}))
+        found.observe([RoundFeedback(**{**as_fields(told), "matches": None})])
         counted.append((4, told.rows[0].accepted))
         place += told.committed_tokens
     evidence = found.evidence[0]
@@ -162,20 +162,20 @@ def test_a_shadow_round_tells_the_rest_and_every_other_depth() -> None:
 def test_a_gap_ends_the_replayed_round_and_one_begins_behind_it() -> None:
     found = streams(steps=(2,))
     flags = np.array([[1], [1], [0], [1], [1]], dtype=bool).repeat(3, axis=1)
-    found.observe(shadow_round(0, flags[:1], 0, None))
+    found.observe([shadow_round(0, flags[:1], 0, None)])
     assert found.evidence[1].trials == [[1.0, 0.0]]
     plain = feedback(SpeculationPlan(1, "p", 0), [row(1, 0, 0)])
-    found.observe(plain)  # nothing is known of this token
-    found.observe(shadow_round(2, flags[1:2], 0, None))
+    found.observe([plain])  # nothing is known of this token
+    found.observe([shadow_round(2, flags[1:2], 0, None)])
     assert found.evidence[1].trials == [[2.0, 0.0]]  # a first draft again, not a second one
-    found.observe(shadow_round(3, flags[2:3], 0, None))
+    found.observe([shadow_round(3, flags[2:3], 0, None)])
     assert (found.evidence[1].trials, found.evidence[1].hits) == ([[2.0, 1.0]], [[2.0, 0.0]])
 
 
 def test_sequences_do_not_mix_and_are_forgotten_when_they_left() -> None:
     found = streams(steps=(2,))
     plan = SpeculationPlan(0, "p", 2, depth=1)
-    found.observe(feedback(plan, [row(1, 2, 1), row(2, 2, 2)]))
+    found.observe([feedback(plan, [row(1, 2, 1), row(2, 2, 2)])])
     assert found.evidence[0].trials == [[2.0, 2.0]]
     assert len(found) == 2
     found.keep([2, 5])
@@ -184,7 +184,7 @@ def test_sequences_do_not_mix_and_are_forgotten_when_they_left() -> None:
 
 def test_rounds_of_another_policy_teach_nothing() -> None:
     found = streams()
-    found.observe(feedback(SpeculationPlan(0, "q", 2, depth=7), [row(1, 2, 1)]))
+    found.observe([feedback(SpeculationPlan(0, "q", 2, depth=7), [row(1, 2, 1)])])
     assert not any(evidence.total for evidence in found.evidence)
 
 
@@ -210,7 +210,7 @@ def test_positions_hardly_tried_any_more_lean_on_the_one_before(monkeypatch: pyt
     for number in range(400):  # drafts tell no more than themselves
         held = usual.random(2) < 0.95
         told = feedback(SpeculationPlan(number, "p", 2, depth=1), [row(1, 2, int(np.cumprod(held).sum()))])
-        found.observe(told)
+        found.observe([told])
     tried, told_now = evidence.trials[1], evidence.survivals()[1]
     assert 0.01 * tried[0] < tried[3] < 0.1 * tried[0]  # what the odd answer left
     monkeypatch.setattr(loop_flags, "FRESH_SHARE", 0.0)
@@ -238,7 +238,7 @@ def test_a_jump_is_noticed_within_a_few_dozen_flags_and_soon_believed(before: fl
 
     def flag(rate: float) -> bool:
         evidence.add({0: [0, 1] if rng.random() < rate else [1, 0]})
-        return evidence.shifted()
+        return evidence.shifted(1)
 
     alarms = 0
     for _ in range(1000):
@@ -262,7 +262,18 @@ def test_a_steady_rate_is_no_shift() -> None:
         alarms = 0
         for _ in range(3000):
             evidence.add({0: [0, 1] if rng.random() < rate else [1, 0]})
-            if evidence.shifted():
+            if evidence.shifted(1):
                 alarms += 1
                 evidence.forget()
         assert alarms <= 3
+
+
+@pytest.mark.parametrize(("rows", "seen"), [(1, False), (2, False), (8, True), (32, True)])
+def test_a_smaller_step_is_a_shift_where_many_answers_show_it(rows: int, seen: bool) -> None:
+    """.93 -> .76: one answer goes through such passages, the mean of eight does not."""
+    evidence = DepthFlags((1,), 1024.0, 0.6)
+    for _ in range(20):
+        evidence.add({0: [7, 93]})
+        assert not evidence.shifted(rows)
+    evidence.add({0: [24, 76]})
+    assert evidence.shifted(rows) == seen

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -149,9 +150,9 @@ def test_a_spell_without_any_acceptance(clients: int) -> None:
 @pytest.mark.parametrize("clients", [1, 8])
 def test_acceptance_that_shifts_is_followed(clients: int) -> None:
     phases = ((clients, 0.8, 0), (clients, 0.8, 1), (clients, 0.8, 0))
-    found = contest((CODE, PROSE), phases, answers=(32, 64))
-    assert rate_of(found.of(GOODPUT), None) >= 0.97 * found.per_phase_best()
-    assert rate_of(found.of(EMA), None) >= 0.93 * found.per_phase_best()
+    contests = [contest((CODE, PROSE), phases, seed, answers=(32, 64)) for seed in range(1, 5)]
+    for name, share in ((GOODPUT, 0.97), (EMA, 0.93)):
+        assert fmean(rate_of(one.of(name), None) / one.per_phase_best() for one in contests) >= share
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from xspec.cost.model import Costs, CostsAt
 from xspec.policy.acceptance import PrefixRates
 from xspec.policy.base import PolicyView
 from xspec.policy.batch_costs import BatchCosts
-from xspec.policy.geometry import PolicyGeometry, draft_limits
+from xspec.policy.geometry import PolicyGeometry, all_may_draft, draft_limits
 from xspec.policy.ledger import Ledger, Planned
+from xspec.policy.resting import Rest
 from xspec.policy.settings import DEFAULTS, DraftStepSettings
 from xspec.policy.switching import Held, Turns, best_choice, choose, meet_load, scoring_due, start
 
@@ -76,10 +77,16 @@ class DraftStepPolicy:
         self._ledger: Ledger[BatchLoad] = Ledger()
         self._turns = Turns()
         self._menu: Menu | None = None
+        self._rest: Rest[BatchLoad] | None = None
         self._full_load: BatchLoad | None = None  # the last one in which every draft could matter
         self._last: SpeculationPlan | None = None
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
+        if (rest := self._rest) and rest.holds(view, self._ledger, self._turns, self._geometry.draft_width):
+            self._ledger.plan(view.plan_id, rest.planned)
+            self._last = self._plan(view, rest.steps, "hold", rest.ms)
+            return self._last
+        self._rest = None
         held = self._turns.begin(view.plan_id)
         self._ledger.plan(view.plan_id, None)
         self._last = self._decide(view, held) if view.sequence_ids else self._plan(view, 0, "prefill_only")
@@ -129,6 +136,10 @@ class DraftStepPolicy:
             cause=cause,
         )
         self._ledger.plan(view.plan_id, planned)
+        if reason == "hold" and held.strange_rounds == 0 and all_may_draft(view, self._geometry.draft_width):
+            until = held.scored_batches + self._settings.update_interval
+            ms = menu.costs_ms[depth]
+            self._rest = Rest(load.rows, until, menu.probe_ms[depth], depth, ms, planned)
         return self._plan(view, depth, reason, menu.costs_ms[depth])
 
     def _hold(
@@ -222,7 +233,7 @@ class DraftStepPolicy:
     def _load(self, view: PolicyView) -> BatchLoad:
         rows, width = len(view.sequence_ids), self._geometry.draft_width
         lanes = self._geometry.lanes.fit(rows).rows
-        if all(view.speculative) and min(view.rooms, default=width + 1) > width:  # nearly always
+        if all_may_draft(view, width):  # nearly always
             if self._full_load is None or self._full_load.rows != rows:
                 self._full_load = BatchLoad(rows=rows, lanes=lanes, useful=(float(rows),) * width)
             return self._full_load

@@ -57,6 +57,11 @@ class CandidateGeometry:
         return self.steps[-1]
 
 
+def all_may_draft(view: PolicyView, width: int) -> bool:
+    """Whether `width` drafts can matter to every decode row, as nearly always."""
+    return min(view.rooms, default=width + 1) > width and all(view.speculative)
+
+
 def draft_limits(view: PolicyView, width: int) -> list[int]:
     """Drafts of each decode row that can matter, 0 .. `width`. [rows]
 

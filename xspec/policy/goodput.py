@@ -31,7 +31,7 @@ SMALL_LEAD = 0.25
 """Of the margin. A lead of more than that counts for so much of a look: what lasts is no noise."""
 
 READ_EVERY = 4
-"""Decode rounds whose flags are read together, outside shadow rounds: only the first finds cold caches."""
+"""Rounds that are read together, outside bursts: only the first finds cold caches."""
 
 KEEP_EVERY = 256
 """Decode rounds after which sequences that have left are forgotten."""
@@ -70,6 +70,7 @@ class GoodputPolicy:
             shadows=bool(geometry.depths),
         )
         self._held: dict[int, Held] = {}  # by lanes
+        self._resting: Held | None = None  # what the last rounds ran with; None: to be thought about
         self._asked: tuple[int, int, Held | None] | None = None  # last plan: id, lanes, held before
         self._batches = 0
         self._unread: list[RoundFeedback] = []
@@ -80,9 +81,24 @@ class GoodputPolicy:
     # -- plans --------------------------------------------------------------------------------
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
+        if (held := self._resting) is not None and self._rests(held, view):
+            self._last = self._plan(view, self._choices[held.choice], "hold", held.ms)
+            return self._last
         self._begin(view.plan_id)
+        self._resting = None
         self._last = self._decide(view)
         return self._last
+
+    def _rests(self, held: Held, view: PolicyView) -> bool:
+        """Whether there is nothing to think about, as in most rounds: between two looks, no burst or probe
+        due. Nothing is changed by that, so such plans need not be taken back."""
+        return (
+            self._settled(held, len(view.sequence_ids))
+            and not self._looking.open
+            and not self._looking.probe_due()
+            and (self._asked is None or self._asked[0] != view.plan_id)
+            and any(draft_limits(view, self._steps[-1]))
+        )
 
     def _begin(self, plan_id: int) -> None:
         """Asked again for a plan that no round came of, what was held before it is held again."""
@@ -106,6 +122,7 @@ class GoodputPolicy:
         self._asked = (view.plan_id, lanes, before)
         shadow = self._looking.shadow(view.plan_id)
         if before is not None and self._settled(before, rows) and not self._looking.probe_due():
+            self._resting = before
             return self._plan(view, self._choices[before.choice], "hold", before.ms, shadow)
         costs_ms = self._costs.of(view, self._choices).spec_ms
         if all(ms is None for ms in costs_ms):
@@ -113,15 +130,19 @@ class GoodputPolicy:
         scores = self._scores(limits, costs_ms)
         held, reason = self._hold(before, scores)
         held = replace(held, rows=rows, ms=costs_ms[held.choice])
-        self._held[lanes] = held
+        self._held[lanes] = self._resting = held
         if (probe := self._probe(view.plan_id, held, costs_ms, scores)) is not None:
             return self._plan(view, self._choices[probe], "probe", costs_ms[probe])
         return self._plan(view, self._choices[held.choice], reason, costs_ms[held.choice], shadow)
 
     def _settled(self, held: Held, rows: int) -> bool:
         """Whether it is not to be looked at yet: what it cost then still tells what it costs."""
-        between = self._batches - held.looked < self._settings.interval
-        return between and held.ms is not None and held.rows == rows
+        return not self._due(held) and held.ms is not None and held.rows == rows
+
+    def _due(self, held: Held) -> bool:
+        """Whether it is to be looked at again: right behind reading, by what is fresh."""
+        waited, interval = self._batches - held.looked, self._settings.interval
+        return waited >= interval and (not self._unread or waited >= interval + READ_EVERY)
 
     def _hold(self, held: Held | None, scores: Sequence[float]) -> tuple[Held, str]:
         """The choice for the coming round, and why. `scores`: below 0 where a choice has no cost."""
@@ -131,7 +152,7 @@ class GoodputPolicy:
             return Held(best, batches), "initial"
         if scores[held.choice] < 0.0 or batches - held.looked > STALE_BATCHES:
             return Held(best, batches), "hold" if best == held.choice else "switch"
-        if batches - held.looked < settings.interval:
+        if not self._due(held):
             return held, "hold"
         lead = scores[best] / scores[held.choice] - 1.0
         if lead <= SMALL_LEAD * settings.margin:
@@ -201,23 +222,21 @@ class GoodputPolicy:
     def observe(self, feedback: RoundFeedback) -> None:
         """Rounds in order. What a round says does not depend on what is held by now."""
         plan = feedback.plan
-        if not feedback.shape.target_rows:
-            self._looking.retire(plan.plan_id)
-            return
-        self._batches += 1
-        self._reasons[plan.reason] += 1
-        self._switches["switch"] += plan.reason == "switch"
         self._unread.append(feedback)
-        due = self._looking.open or self._batches % READ_EVERY == 0
-        self._looking.observe(feedback, self._flags, shifted=due and self._read())
-        if self._batches % KEEP_EVERY == 0:
-            self._flags.keep([row.sequence_id for row in feedback.rows])
+        if feedback.shape.target_rows:
+            self._batches += 1
+            self._reasons[plan.reason] += 1
+            self._switches["switch"] += plan.reason == "switch"
+            if self._batches % KEEP_EVERY == 0:
+                self._flags.keep([row.sequence_id for row in feedback.rows])
+        if len(self._unread) >= READ_EVERY or self._looking.open:
+            self._read()
 
-    def _read(self) -> bool:
-        """The flags of rounds that were not read yet; whether some depth's have shifted."""
-        shifted = [self._flags.observe(feedback) for feedback in self._unread]
-        self._unread.clear()
-        return any(shifted)
+    def _read(self) -> None:
+        """What rounds tell that were not read yet."""
+        unread, self._unread = self._unread, []
+        shifted = self._flags.observe([one for one in unread if one.shape.target_rows])
+        self._looking.observe(unread, self._flags, shifted)
 
     def status(self) -> dict[str, Any]:
         last = self._last

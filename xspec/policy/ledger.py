@@ -69,9 +69,8 @@ class Ledger(Generic[LoadT]):
         planned = self._planned.pop(plan.plan_id, None)
         if planned is not None and planned.cause is not None:
             self.causes[planned.cause] += 1
-        for plan_id in list(self._planned):
-            if plan_id < plan.plan_id:
-                del self._planned[plan_id]  # rounds that failed have no feedback
+        while self._planned and (oldest := next(iter(self._planned))) < plan.plan_id:
+            del self._planned[oldest]  # rounds that failed have no feedback
         if feedback.shape.target_rows == 0:
             return False
         self.batches += 1

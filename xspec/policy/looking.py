@@ -86,22 +86,24 @@ class Looking:
         """Whether the coming round tells all depths."""
         return self._shadows and self._quota.take(plan_id)
 
-    def retire(self, plan_id: int) -> None:
-        """A round without decode rows."""
-        self._retired_id = plan_id
-        self._quota.retire(plan_id)
+    def observe(self, feedbacks: Sequence[RoundFeedback], evidence: Evidence, shifted: bool) -> None:
+        """Rounds retired, in order. `evidence`: what is known after them; `shifted`: match rates jumped.
 
-    def observe(self, feedback: RoundFeedback, evidence: Evidence, shifted: bool) -> None:
-        """A decode round retired. `evidence`: what is known after it; `shifted`: match rates jumped."""
-        plan = feedback.plan
-        burst = self._quota.open
-        self.retire(plan.plan_id)
-        self._shadow_rounds += feedback.matches is not None
-        if not self._shadows:
-            self._earn(plan)
+        While `open` they are to be told one by one.
+        """
+        burst, off, decoded = self._quota.open, self._off, 0
+        for feedback in feedbacks:
+            self._retired_id = feedback.plan.plan_id
+            self._quota.retire(self._retired_id)
+            self._shadow_rounds += feedback.matches is not None
+            if feedback.shape.target_rows:
+                decoded += 1
+                off = feedback.plan.draft_steps == 0
+                if not self._shadows:
+                    self._earn(feedback.plan)
+        if not decoded or not self._shadows:
             return
         self._thin = self._thin and evidence.least() < THIN_FLAGS
-        off = plan.draft_steps == 0
         if off != self._off:
             self._off, self._off_gap, self._stretch = off, self._disable.backoff_first, 1
         if shifted:
@@ -109,7 +111,7 @@ class Looking:
         if burst and not self._quota.open:
             self._end_burst(evidence.rates(), evidence.least())
         elif not self._quota.open:
-            self._waited += 1
+            self._waited += decoded
         if not self._quota.open and (self._unsure or self._waited >= self._gap):
             self._quota.start(OFF_BURST if off else self._settings.shadow_burst)
 

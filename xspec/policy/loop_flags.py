@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from xspec.core.round import RoundFeedback, RowFeedback
 from xspec.policy.acceptance import PRIOR_RATE, PRIOR_TRIALS
@@ -24,8 +25,12 @@ shallower rounds run, the text may have become another one: what is missing lean
 SHORT_FLAGS = (24.0, 96.0)
 """Flags of late, without a gap, that are held against the longer memory: few show a jump, more a step."""
 
-SHIFT_SIGMAS, SHIFT_RATE, SHIFT_LEAST = 3.5, 0.25, 3.5
-"""They show a shift if they differ by so many standard deviations, and by so much, and are so many."""
+SHIFT_SIGMAS, SHIFT_LEAST = 3.5, 3.5
+"""They show a shift if they differ by so many standard deviations, and are so many."""
+
+SHIFT_RATE, SHIFT_RATE_LEAST = 0.25, 0.12
+"""And by so much: an answer has easier and harder passages, which are no new text. The mean of n answers
+differs by 1 / sqrt(n) of that; down to the second."""
 
 MOST_UNITS = 1e9
 """Counts are brought back to units of 1 when these have grown so large."""
@@ -49,8 +54,8 @@ class DepthFlags:
     prior: float
     total: float = 0.0
     matched: float = 0.0
-    late_total: list[float] = field(init=False)  # by SHORT_FLAGS
-    late_matched: list[float] = field(init=False)
+    late_total: list[float] = field(default_factory=lambda: [0.0] * len(SHORT_FLAGS))  # by SHORT_FLAGS
+    late_matched: list[float] = field(default_factory=lambda: [0.0] * len(SHORT_FLAGS))
     _unit: float = 1.0
     _found: tuple[list[list[float]], list[float]] | None = None  # survivals and gains, until flags come
     _rows: list[_Row] = field(init=False)
@@ -59,7 +64,6 @@ class DepthFlags:
     def __post_init__(self) -> None:
         self._rows = [(steps + 1, [0.0] * steps, [0.0] * steps) for steps in self.steps]
         self._deep = [[row for row in self._rows if row[0] > k + 1] for k in range(self.steps[-1])]
-        self.pause()
 
     @property
     def trials(self) -> list[list[float]]:
@@ -104,17 +108,19 @@ class DepthFlags:
 
     def pause(self) -> None:
         """Nothing is known of the next tokens: the flags of late end here."""
-        self.late_total, self.late_matched = [0.0] * len(SHORT_FLAGS), [0.0] * len(SHORT_FLAGS)
+        if self.late_total[0]:
+            self.late_total, self.late_matched = [0.0] * len(SHORT_FLAGS), [0.0] * len(SHORT_FLAGS)
 
-    def shifted(self) -> bool:
-        """Whether the flags of late are not like those of the longer memory."""
+    def shifted(self, rows: int) -> bool:
+        """Whether the flags of late, of `rows` sequences, are not like those of the longer memory."""
         if self.late_total[0] < SHIFT_LEAST:
             return False
         rate = self.matched / self.total
         inside = min(max(rate, 0.02), 0.98)
+        least = max(SHIFT_RATE / rows**0.5, SHIFT_RATE_LEAST)
         for total, matched in zip(self.late_total, self.late_matched, strict=True):
             deviation = (inside * (1.0 - inside) / total) ** 0.5
-            if abs(matched / total - rate) > max(SHIFT_SIGMAS * deviation, SHIFT_RATE):
+            if abs(matched / total - rate) > max(SHIFT_SIGMAS * deviation, least):
                 return True
         return False
 
@@ -204,29 +210,38 @@ class FlagStreams:
         self._runs: list[dict[int, int]] = [{} for _ in self.depths]  # matches since the last known beginning
         self.shifts = 0
 
-    def observe(self, feedback: RoundFeedback) -> bool:
-        """A round retired. Whether some depth's flags have shifted: all memories are cut down then."""
-        plan, matches = feedback.plan, feedback.matches
+    def observe(self, feedbacks: Sequence[RoundFeedback]) -> bool:
+        """Rounds retired, in order. Whether flags of some depth have shifted: all memories are cut then."""
+        shifted = False
+        for _, alike in groupby(feedbacks, key=_told_of):
+            shifted = self._add(list(alike)) or shifted
+        return shifted
+
+    def _add(self, alike: Sequence[RoundFeedback]) -> bool:
+        """`alike`: rounds that tell of the same depths."""
+        plan = alike[0].plan
         drafted = plan.draft_steps and plan.depth in self.depths  # else by another policy, before this one
         present = self.depths.index(plan.depth) if drafted else None
-        told = None if matches is None else matches.tolist()
+        rows = max(len(one.rows) for one in alike)
+        shadows = [(one.rows, one.matches.tolist()) for one in alike if one.matches is not None]
         shifted = False
         for x, (evidence, runs) in enumerate(zip(self.evidence, self._runs, strict=True)):
             own = x == present
-            if told is None and not own:  # nothing is known: the next flags begin anew
+            if not shadows and not own:  # nothing is known: the next flags begin anew
                 runs.clear()
                 evidence.pause()
                 continue
             counts: dict[int, list[int]] = {}
-            if told is None:
-                for row in feedback.rows:
-                    runs[row.sequence_id] = walk_own(row, runs.get(row.sequence_id, 0), counts)
-            else:
-                for row, of_row in zip(feedback.rows, told, strict=True):
+            for told_rows, told in shadows:
+                for row, of_row in zip(told_rows, told, strict=True):
                     flags = row_flags(row, of_row, x, own)
                     runs[row.sequence_id] = walk(flags, runs.get(row.sequence_id, 0), counts)
+            if not shadows:
+                for feedback in alike:
+                    for row in feedback.rows:
+                        runs[row.sequence_id] = walk_own(row, runs.get(row.sequence_id, 0), counts)
             evidence.add(counts)
-            shifted = evidence.shifted() or shifted
+            shifted = evidence.shifted(rows) or shifted
         if shifted:
             self.shifts += 1
             for evidence in self.evidence:
@@ -249,6 +264,12 @@ class FlagStreams:
     def __len__(self) -> int:
         """Sequences that something is remembered of."""
         return len(set().union(*self._runs))
+
+
+def _told_of(feedback: RoundFeedback) -> tuple[bool, bool, int | None]:
+    """Of what depths a round tells: all (a shadow round), the one it drafted with, or none."""
+    plan = feedback.plan
+    return feedback.matches is not None, plan.draft_steps > 0, plan.depth
 
 
 def row_flags(row: RowFeedback, told: Sequence[Sequence[bool]], x: int, own: bool) -> Flags:

@@ -40,6 +40,8 @@ class Quota:
 
     def retire(self, plan_id: int) -> bool:
         """A round retired; whether it was one of them."""
+        if not self._flying:
+            return False
         mine = plan_id in self._flying
         gone = {one for one in self._flying if one == plan_id or one < plan_id - LATE_ROUNDS}
         self._flying -= gone

@@ -63,13 +63,13 @@ class Turns:
     """The held choice before and after the plan asked for last: asking again for it starts from before."""
 
     def __init__(self) -> None:
-        self._plan_id: int | None = None
+        self.plan_id: int | None = None
         self._before: Held | None = None
         self.held: Held | None = None
 
     def begin(self, plan_id: int) -> Held | None:
-        if plan_id != self._plan_id:
-            self._plan_id, self._before = plan_id, self.held
+        if plan_id != self.plan_id:
+            self.plan_id, self._before = plan_id, self.held
         self.held = self._before
         return self._before
 

@@ -20,6 +20,7 @@ from xspec.policy.batch_costs import BatchCosts
 from xspec.policy.budget import Tier, best_tier
 from xspec.policy.geometry import PolicyGeometry, draft_limits
 from xspec.policy.ledger import RECENT_ROUNDS, Ledger, Planned
+from xspec.policy.resting import Rest
 from xspec.policy.settings import VERIFY_DEFAULTS
 from xspec.policy.survivals import STALE_BATCHES, Correction, Profile, SignalMemory
 from xspec.policy.switching import Held, Moment, Turns, best_choice, choose, meet_load, scoring_due, start
@@ -97,9 +98,15 @@ class TargetVerifyPolicy:
         self._ledger: Ledger[Duel] = Ledger()
         self._turns = Turns()
         self._menu = Menu(None, 0, 0, [], [], nan)
+        self._rest: Rest[Duel] | None = None
         self._last: SpeculationPlan | None = None
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
+        if (rest := self._rest) and rest.holds(view, self._ledger, self._turns, self._width):
+            self._ledger.plan(view.plan_id, rest.planned)
+            self._last = self._plan(view, "hold", ms=rest.ms)
+            return self._last
+        self._rest = None
         held = self._turns.begin(view.plan_id)
         if view.sequence_ids:
             self._last = self._decide(view, held)
@@ -167,8 +174,7 @@ class TargetVerifyPolicy:
             held = meet_load(held, now)
             if self._rests(held, now, menu):
                 self._turns.held = held
-                self._ledger.plan(view.plan_id, Planned(rows=rows, probe_cap_ms=menu.probe_cap_ms))
-                return self._plan(view, "hold", ms=menu.plain_ms)
+                return self._begin_rest(view, held, menu)
         promised = self._promised(view, limits, held)
         best = best_tier(promised, menu.target_rows, menu.tiers_ms) if menu.target_rows else None
         duel = Duel(
@@ -206,6 +212,14 @@ class TargetVerifyPolicy:
             and not scoring_due(held, now, LOOK_EVERY[PLAIN])
             and not self._may_probe(held, menu)
         )
+
+    def _begin_rest(self, view: PolicyView, held: Held, menu: Menu) -> SpeculationPlan:
+        planned: Planned[Duel] = Planned(rows=menu.rows, probe_cap_ms=menu.probe_cap_ms)
+        self._ledger.plan(view.plan_id, planned)
+        if held.strange_rounds == 0:  # else a new load is about to be met
+            until = held.scored_batches + LOOK_EVERY[PLAIN]
+            self._rest = Rest(menu.rows, until, menu.probe_ms, 0, menu.plain_ms, planned)
+        return self._plan(view, "hold", ms=menu.plain_ms)
 
     def _hold(self, held: Held | None, now: Moment, duel: Duel) -> tuple[Held, str, str | None]:
         """Plain or speculative rounds from now on, the reason of the plan and, if that changed, the cause."""
