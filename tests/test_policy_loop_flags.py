@@ -268,12 +268,12 @@ def test_a_steady_rate_is_no_shift() -> None:
         assert alarms <= 3
 
 
-@pytest.mark.parametrize(("rows", "seen"), [(1, False), (2, False), (8, True), (32, True)])
+@pytest.mark.parametrize(("rows", "seen"), [(1, False), (8, True), (32, True)])
 def test_a_smaller_step_is_a_shift_where_many_answers_show_it(rows: int, seen: bool) -> None:
-    """.93 -> .76: one answer goes through such passages, the mean of eight does not."""
+    """.93 -> .72: one answer goes through such passages, the mean of eight does not."""
     evidence = DepthFlags((1,), 1024.0, 0.6)
     for _ in range(20):
         evidence.add({0: [7, 93]})
         assert not evidence.shifted(rows)
-    evidence.add({0: [24, 76]})
+    evidence.add({0: [28, 72]})
     assert evidence.shifted(rows) == seen

@@ -64,7 +64,8 @@ def test_lengths_are_looked_at_once_in_a_spell() -> None:
     policy = target_verify(table)
     serve(policy, [view(n, 4) for n in range(LOOK_EVERY[0])])
     table.asked.clear()
-    plans = serve(policy, [view(n, 4, kv=100 * n) for n in range(LOOK_EVERY[0], 2 * LOOK_EVERY[0])])
+    swinging = [view(n, 4, kv=100 if n % 2 else 1000) for n in range(LOOK_EVERY[0], 2 * LOOK_EVERY[0])]
+    plans = serve(policy, swinging)
     assert [(plan.draft_steps, plan.reason) for plan in plans] == [(0, "hold")] * LOOK_EVERY[0]
     assert table.asked == [4, 4]  # at the look, and at the first round behind it
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from xspec.cost.model import Costs, CostsAt
 from xspec.policy.base import PolicyView
 
-SAME_TOKENS = 32
-"""Costs of a batch are kept until its requests are that much longer or shorter on average."""
+SAME_TOKENS, SAME_SHARE = 32, 0.125
+"""Costs of a batch are kept until its requests are so much longer or shorter on average, or by that share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ class BatchCosts:
 
     def _of(self, lengths: Sequence[int]) -> _Kept | None:
         kept, requests, tokens = self._kept_before, len(lengths), sum(lengths)
-        if kept and kept.requests == requests and abs(tokens - kept.tokens) <= SAME_TOKENS * requests:
-            return kept
+        if kept and kept.requests == requests:
+            same = max(SAME_TOKENS * requests, SAME_SHARE * kept.tokens)
+            if abs(tokens - kept.tokens) <= same:
+                return kept
         at = self._costs.at(lengths)
         return None if at is None else _Kept(requests, tokens, at)

@@ -124,9 +124,10 @@ class DraftStepPolicy:
             return self._uncosted(view, load, self._geometry.uncovered_steps, "uncovered_bucket", at)
         held, reason, cause = self._hold(view, held, load, menu)
         depth = held.choice
-        if cause is None and (probe := self._probe(held, load, menu)) is not None:
-            held = replace(held, probes=held.probes + 1, probe_id=view.plan_id)
-            depth, reason = probe, "probe"
+        if cause is None:
+            held, probe = self._probe(held, view.plan_id, load, menu)
+            if probe is not None:
+                depth, reason = probe, "probe"
         self._turns.held = held
         planned = Planned(
             rows=load.rows,
@@ -139,7 +140,8 @@ class DraftStepPolicy:
         if reason == "hold" and held.strange_rounds == 0 and all_may_draft(view, self._geometry.draft_width):
             until = held.scored_batches + self._settings.update_interval
             ms = menu.costs_ms[depth]
-            self._rest = Rest(load.rows, until, menu.probe_ms[depth], depth, ms, planned)
+            price_ms = max(menu.probe_ms[depth], held.saving_ms)
+            self._rest = Rest(load.rows, until, price_ms, depth, ms, planned)
         return self._plan(view, depth, reason, menu.costs_ms[depth])
 
     def _hold(
@@ -160,27 +162,30 @@ class DraftStepPolicy:
         held, cause = choose(held, now, scores, self._settings.switch_min_gain if settled else 0.0)
         return held, "hold" if cause is None else "switch", cause
 
-    def _probe(self, held: Held, load: BatchLoad, menu: Menu) -> int | None:
-        """The deeper depth to look at now, if one is due and the allowance pays it.
+    def _probe(self, held: Held, plan_id: int, load: BatchLoad, menu: Menu) -> tuple[Held, int | None]:
+        """The deeper depth to look at now, if one is due. If the allowance does not pay it, it is saved for.
 
         One at a time: the next waits until this one retired.
         """
         ledger, costs_ms = self._ledger, menu.costs_ms
-        if held.probe_id > ledger.retired_id or menu.probe_ms[held.choice] > ledger.allowance_ms:
-            return None
+        price_ms = max(menu.probe_ms[held.choice], held.saving_ms)
+        if held.probe_id > ledger.retired_id or price_ms > ledger.allowance_ms:
+            return held, None
         extra_ms = {
             depth: ms - costs_ms[held.choice]
             for depth, ms in enumerate(costs_ms)
             if depth > held.choice and load.useful[depth - 1] and not isnan(ms)
         }
         if not extra_ms:
-            return None
+            return held, None
         if held.probes % DEEP_PROBE_EVERY == DEEP_PROBE_EVERY - 1:
             depth = max(extra_ms)
         else:
             scores = self._scores(held.load_id, load, menu)
             depth = max(extra_ms, key=lambda deeper: scores[deeper])
-        return depth if extra_ms[depth] <= ledger.allowance_ms else None
+        if extra_ms[depth] > ledger.allowance_ms:
+            return replace(held, saving_ms=extra_ms[depth]), None
+        return replace(held, probes=held.probes + 1, probe_id=plan_id, saving_ms=0.0), depth
 
     # -- worth --------------------------------------------------------------------------------
 

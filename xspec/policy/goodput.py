@@ -30,8 +30,13 @@ STALE_BATCHES = 64
 SMALL_LEAD = 0.25
 """Of the margin. A lead of more than that counts for so much of a look: what lasts is no noise."""
 
-READ_EVERY = 4
-"""Rounds that are read together, outside bursts: only the first finds cold caches."""
+CALM_ROUNDS, MAX_STRETCH = 32, 4
+"""Each time nothing promised more for so many rounds, looks become rarer, to one in so many intervals; of few
+requests in as many as those are, because they tell too little to notice a new text at every look."""
+
+READ_ROWS = 32
+"""Rounds are read together, right before a look: only the first finds cold caches. While it is calm the last
+of them that have so many rows tell enough, and each row costs some 5 us."""
 
 KEEP_EVERY = 256
 """Decode rounds after which sequences that have left are forgotten."""
@@ -45,8 +50,8 @@ class Held:
     choice: int
     looked: int  # decode rounds that had retired
     wins: float = 0.0
-    rows: int = 0  # requests at the last look
-    ms: float | None = None  # and what a round of the choice cost then
+    rows: int = 0  # requests of the last round
+    ms: float | None = None  # what a round of the choice cost at the last look
 
 
 class GoodputPolicy:
@@ -73,6 +78,8 @@ class GoodputPolicy:
         self._resting: Held | None = None  # what the last rounds ran with; None: to be thought about
         self._asked: tuple[int, int, Held | None] | None = None  # last plan: id, lanes, held before
         self._batches = 0
+        self._calm = 0  # of them, since anything else was held or promised more
+        self._rows = 1  # requests of the last
         self._unread: list[RoundFeedback] = []
         self._switches: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
@@ -82,7 +89,7 @@ class GoodputPolicy:
 
     def plan(self, view: PolicyView) -> SpeculationPlan:
         if (held := self._resting) is not None and self._rests(held, view):
-            self._last = self._plan(view, self._choices[held.choice], "hold", held.ms)
+            self._last = self._plan(view, self._choices[held.choice], reason_of(held), held.ms)
             return self._last
         self._begin(view.plan_id)
         self._resting = None
@@ -93,7 +100,8 @@ class GoodputPolicy:
         """Whether there is nothing to think about, as in most rounds: between two looks, no burst or probe
         due. Nothing is changed by that, so such plans need not be taken back."""
         return (
-            self._settled(held, len(view.sequence_ids))
+            held.rows == len(view.sequence_ids)
+            and self._settled(held)
             and not self._looking.open
             and not self._looking.probe_due()
             and (self._asked is None or self._asked[0] != view.plan_id)
@@ -121,9 +129,9 @@ class GoodputPolicy:
         before = self._held.get(lanes)
         self._asked = (view.plan_id, lanes, before)
         shadow = self._looking.shadow(view.plan_id)
-        if before is not None and self._settled(before, rows) and not self._looking.probe_due():
-            self._resting = before
-            return self._plan(view, self._choices[before.choice], "hold", before.ms, shadow)
+        if before is not None and self._settled(before) and not self._looking.probe_due():
+            self._held[lanes] = self._resting = replace(before, rows=rows)
+            return self._plan(view, self._choices[before.choice], reason_of(before), before.ms, shadow)
         costs_ms = self._costs.of(view, self._choices).spec_ms
         if all(ms is None for ms in costs_ms):
             return self._uncovered(view, shadow)
@@ -135,14 +143,20 @@ class GoodputPolicy:
             return self._plan(view, self._choices[probe], "probe", costs_ms[probe])
         return self._plan(view, self._choices[held.choice], reason, costs_ms[held.choice], shadow)
 
-    def _settled(self, held: Held, rows: int) -> bool:
-        """Whether it is not to be looked at yet: what it cost then still tells what it costs."""
-        return not self._due(held) and held.ms is not None and held.rows == rows
+    def _settled(self, held: Held) -> bool:
+        """Whether it is not to be looked at yet. What it cost then still tells what it costs, also with other
+        numbers of requests in its bucket."""
+        return not self._due(held) and held.ms is not None
 
     def _due(self, held: Held) -> bool:
         """Whether it is to be looked at again: right behind reading, by what is fresh."""
-        waited, interval = self._batches - held.looked, self._settings.interval
-        return waited >= interval and (not self._unread or waited >= interval + READ_EVERY)
+        waited = self._batches - held.looked
+        return waited >= self._settings.interval and (not self._unread or waited >= 2 * self._gap)
+
+    @property
+    def _gap(self) -> int:
+        """Rounds from one look to the next. By what retired, not by what was asked."""
+        return self._settings.interval * min(1 + self._calm // CALM_ROUNDS, MAX_STRETCH, self._rows)
 
     def _hold(self, held: Held | None, scores: Sequence[float]) -> tuple[Held, str]:
         """The choice for the coming round, and why. `scores`: below 0 where a choice has no cost."""
@@ -153,13 +167,13 @@ class GoodputPolicy:
         if scores[held.choice] < 0.0 or batches - held.looked > STALE_BATCHES:
             return Held(best, batches), "hold" if best == held.choice else "switch"
         if not self._due(held):
-            return held, "hold"
+            return held, reason_of(held)
         lead = scores[best] / scores[held.choice] - 1.0
         if lead <= SMALL_LEAD * settings.margin:
             return Held(held.choice, batches), "hold"
         wins = held.wins + (1.0 if lead > settings.margin else SMALL_LEAD)
         if wins < settings.checks:
-            return replace(held, looked=batches, wins=wins), "hold"
+            return replace(held, looked=batches, wins=wins), "lead"
         return Held(best, batches), "switch"
 
     def _scores(self, limits: Sequence[int], costs_ms: Sequence[float | None]) -> list[float]:
@@ -225,17 +239,26 @@ class GoodputPolicy:
         self._unread.append(feedback)
         if feedback.shape.target_rows:
             self._batches += 1
+            self._rows = max(1, len(feedback.rows))
+            self._calm = self._calm + 1 if plan.reason == "hold" else 0
             self._reasons[plan.reason] += 1
             self._switches["switch"] += plan.reason == "switch"
             if self._batches % KEEP_EVERY == 0:
                 self._flags.keep([row.sequence_id for row in feedback.rows])
-        if len(self._unread) >= READ_EVERY or self._looking.open:
+        if len(self._unread) >= self._gap or self._looking.open:
             self._read()
 
     def _read(self) -> None:
         """What rounds tell that were not read yet."""
         unread, self._unread = self._unread, []
-        shifted = self._flags.observe([one for one in unread if one.shape.target_rows])
+        decoded = [one for one in unread if one.shape.target_rows]
+        rows = sum([len(one.rows) for one in decoded])
+        if self._calm >= CALM_ROUNDS and rows > READ_ROWS and len(decoded) > 1:
+            self._flags.skip()
+            decoded = decoded[-max(1, READ_ROWS * len(decoded) // rows) :]
+        shifted = self._flags.observe(decoded)
+        if shifted:
+            self._calm = 0
         self._looking.observe(unread, self._flags, shifted)
 
     def status(self) -> dict[str, Any]:
@@ -263,6 +286,11 @@ class GoodputPolicy:
             "decode_batches": self._batches,
             **self._looking.status(),
         }
+
+
+def reason_of(held: Held) -> str:
+    """Of a round of what was held before: "lead" while another choice has to promise more once again."""
+    return "lead" if held.wins else "hold"
 
 
 def priors_of(config: AdaptiveSpecConfig | None) -> dict[int | None, float]:

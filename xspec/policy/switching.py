@@ -42,6 +42,7 @@ class Held:
     strange_rounds: int = 0
     probes: int = 0
     probe_id: int = -1  # plan id of the last one
+    saving_ms: float = 0.0  # what the next one costs, when it was thought about last
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ def choose(
     `scores`: predicted tokens per ms of each choice, NaN where it is none. A held choice that is none now
     goes at once; else the best must gain strictly more than `switch_min_gain` and the dwell must be over.
     """
-    scored = replace(held, scored_batches=now.batches, scored_lanes=now.lanes)
+    scored = replace(held, scored_batches=now.batches, scored_lanes=now.lanes, saving_ms=0.0)
     best = best_choice(scores)
     covered = not isnan(scores[held.choice])
     # The slack keeps rounding from turning a gain of exactly the minimum into more.
@@ -149,6 +150,7 @@ def choose(
         switched_ms=now.elapsed_ms,
         dwell_ms=max(held.dwell_ms, FIRST_DWELL_MS) if held.lifted else next_dwell_ms(held, now.elapsed_ms),
         lifted=False,
+        saving_ms=0.0,
     )
     return switched, "uncovered" if not covered else "load" if held.lifted else "gain"
 

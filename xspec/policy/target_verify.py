@@ -188,10 +188,9 @@ class TargetVerifyPolicy:
             reason = "tier" if reason == "hold" else reason
             assert best is not None  # speculative rounds have a cost, or they would not be held
         else:
-            best = self._probe(held, promised, menu) if reason == "hold" else None
+            held, best = self._probe(held, view.plan_id, promised, menu) if reason == "hold" else (held, None)
             if best is not None:
-                held, reason = replace(held, probes=held.probes + 1, probe_id=view.plan_id), "probe"
-                planned.probe_ms = max(0.0, best.ms - menu.plain_ms)
+                reason, planned.probe_ms = "probe", max(0.0, best.ms - menu.plain_ms)
             planned.probe_cap_ms = menu.probe_cap_ms
         self._turns.held = held
         self._ledger.plan(view.plan_id, planned)
@@ -218,7 +217,8 @@ class TargetVerifyPolicy:
         self._ledger.plan(view.plan_id, planned)
         if held.strange_rounds == 0:  # else a new load is about to be met
             until = held.scored_batches + LOOK_EVERY[PLAIN]
-            self._rest = Rest(menu.rows, until, menu.probe_ms, 0, menu.plain_ms, planned)
+            price_ms = max(menu.probe_ms, held.saving_ms)
+            self._rest = Rest(menu.rows, until, price_ms, 0, menu.plain_ms, planned)
         return self._plan(view, "hold", ms=menu.plain_ms)
 
     def _hold(self, held: Held | None, now: Moment, duel: Duel) -> tuple[Held, str, str | None]:
@@ -246,15 +246,19 @@ class TargetVerifyPolicy:
 
     def _may_probe(self, held: Held, menu: Menu) -> bool:
         """One at a time, the next waits until this one retired; and from an allowance."""
-        return held.probe_id <= self._ledger.retired_id and menu.probe_ms <= self._ledger.allowance_ms
+        price_ms = max(menu.probe_ms, held.saving_ms)
+        return held.probe_id <= self._ledger.retired_id and price_ms <= self._ledger.allowance_ms
 
-    def _probe(self, held: Held, promised: Promised, menu: Menu) -> Tier | None:
-        """The budget to look with in a plain spell, if a probe is due and the allowance pays it: the best one
-        that verifies some draft."""
+    def _probe(self, held: Held, plan_id: int, promised: Promised, menu: Menu) -> tuple[Held, Tier | None]:
+        """The budget to look with in a plain spell, if a probe is due: the best one that verifies some draft.
+        If the allowance does not pay it, it is saved for."""
         if not self._may_probe(held, menu):
-            return None
+            return held, None
         tier = best_tier(promised, menu.target_rows[menu.probes :], menu.tiers_ms[menu.probes :])
-        return tier if tier.ms - menu.plain_ms <= self._ledger.allowance_ms else None
+        price_ms = tier.ms - menu.plain_ms
+        if price_ms > self._ledger.allowance_ms:
+            return replace(held, saving_ms=price_ms), None
+        return replace(held, probes=held.probes + 1, probe_id=plan_id, saving_ms=0.0), tier
 
     # -- what drafts promise ------------------------------------------------------------------
 
