@@ -137,6 +137,12 @@ def test_switches_are_counted_by_where_they_lead() -> None:
     assert adaptive(metrics, "probes_total") == 2
 
 
+def test_what_is_held_is_settled_on_while_another_choice_leads() -> None:
+    """Held at another size of the batch than before: the switch begins there."""
+    metrics = counted(told(3, reason="initial"), told(2, reason="lead"), told(3, reason="switch"))
+    assert adaptive(metrics, "switches_total", direction="deeper") == 1
+
+
 def test_a_switch_counts_though_prompts_go_first_and_no_new_start_is_one() -> None:
     """Without mixed batches the round that a switch was decided for may run prompts alone."""
     metrics = counted(

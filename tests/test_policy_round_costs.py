@@ -51,6 +51,13 @@ def test_prices_are_kept_for_requests_of_about_the_same_length() -> None:
     assert price(costs, 5, 1001) is None
 
 
+def test_prices_of_long_requests_are_kept_for_an_eighth_of_their_length() -> None:
+    costs = RoundCosts(ByLength(), geometry())  # type: ignore[arg-type]
+    assert price(costs, 0, 400, 400) == 400.0
+    assert price(costs, 1, 400, 500) == 400.0  # an eighth of 800
+    assert price(costs, 2, 400, 501) == 501.0
+
+
 def test_a_plan_asked_for_again_is_priced_as_if_for_the_first_time() -> None:
     """A trace holds the last asking only, and replaying it must price alike."""
     told, replayed = (RoundCosts(ByLength(), geometry()) for _ in range(2))  # type: ignore[arg-type]

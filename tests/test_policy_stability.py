@@ -191,6 +191,22 @@ def test_a_plain_spell_notices_that_drafts_are_accepted_again(
 
 
 @pytest.mark.parametrize("make", [draft_step, target_verify])
+@pytest.mark.parametrize(("rows", "share", "within"), [(8, 0.0101, 400), (16, 0.0055, 500), (32, 0.003, 700)])
+def test_probes_of_large_batches_tell_more_and_cost_less(
+    make: Callable[[FakeCosts], Policy], rows: int, share: float, within: int
+) -> None:
+    """Of drafts that promise clearly less than plain rounds; with them all the same accepted in the end."""
+    costs = FakeCosts(lambda steps, requests, target: 20.0 * (1.0 + 0.2 * steps))
+    turn = 3000
+    one_world = world(make(costs), costs, lambda n, r: np.full((r, K), 0.02 if n < turn else 0.9))
+    hard = one_world.run(turn, lambda _: rows)[1000:]
+    extra = sum(one.ms - 20.0 for one in hard if one.plan.reason == "probe")
+    assert 0.5 * share <= extra / sum(one.ms for one in hard) <= share
+    easy = one_world.run(within + 100, lambda _: rows)
+    assert all(one.plan.draft_steps for one in easy[within:])
+
+
+@pytest.mark.parametrize("make", [draft_step, target_verify])
 def test_every_phase_of_a_changing_load_is_near_its_best(make: Callable[[FakeCosts], Policy]) -> None:
     costs = FakeCosts(cpu_like)
     moving = world(make(costs), costs, steady(0.7))

@@ -23,8 +23,8 @@ WINDOW_ROUNDS = 200
 """Rounds that the gauges of the recent past look back on."""
 
 SWITCH, PROBE = "switch", "probe"
-CANDIDATE, OFF = "candidate", "off"
-SETTLED = ("initial", SWITCH, "hold", "tier", CANDIDATE, OFF)
+CANDIDATE, OFF, LEAD = "candidate", "off", "lead"
+SETTLED = ("initial", SWITCH, "hold", "tier", CANDIDATE, OFF, LEAD)
 """What the reason of a plan says whose depth the policy has settled on. A probe, a round without costs and
 one in which nothing can be drafted run what they run once."""
 

@@ -17,7 +17,7 @@ from xspec.policy.acceptance import PrefixRates
 from xspec.policy.base import PolicyView
 from xspec.policy.batch_costs import BatchCosts
 from xspec.policy.geometry import PolicyGeometry, all_may_draft, draft_limits
-from xspec.policy.ledger import Ledger, Planned
+from xspec.policy.ledger import CLEAR_LOSS, Ledger, Planned
 from xspec.policy.resting import Rest
 from xspec.policy.settings import DEFAULTS, DraftStepSettings
 from xspec.policy.switching import Held, Turns, best_choice, choose, meet_load, scoring_due, start
@@ -123,17 +123,21 @@ class DraftStepPolicy:
         if all(map(isnan, menu.costs_ms)):
             return self._uncosted(view, load, self._geometry.uncovered_steps, "uncovered_bucket", at)
         held, reason, cause = self._hold(view, held, load, menu)
-        depth = held.choice
+        depth, hopeless = held.choice, False
         if cause is None:
             held, probe = self._probe(held, view.plan_id, load, menu)
             if probe is not None:
                 depth, reason = probe, "probe"
+                scores = self._scores(held.load_id, load, menu)
+                deeper = [score for score in scores[held.choice + 1 :] if not isnan(score)]
+                hopeless = max(deeper) < CLEAR_LOSS * scores[held.choice]
         self._turns.held = held
         planned = Planned(
             rows=load.rows,
             load=load,
             probe_ms=max(0.0, menu.costs_ms[depth] - menu.costs_ms[held.choice]),
             probe_cap_ms=menu.probe_cap_ms[held.choice],
+            hopeless=hopeless,
             cause=cause,
         )
         self._ledger.plan(view.plan_id, planned)

@@ -30,9 +30,9 @@ STALE_BATCHES = 64
 SMALL_LEAD = 0.25
 """Of the margin. A lead of more than that counts for so much of a look: what lasts is no noise."""
 
-CALM_ROUNDS, MAX_STRETCH = 32, 4
-"""Each time nothing promised more for so many rounds, looks become rarer, to one in so many intervals; of few
-requests in as many as those are, because they tell too little to notice a new text at every look."""
+CALM_ROUNDS, RARE_ROUNDS = 32, 16
+"""Each time nothing promised more for so many rounds, looks become rarer by an interval, to one in so many
+rounds; of few requests to one in as many intervals, because they tell too little at every look as it is."""
 
 READ_ROWS = 32
 """Rounds are read together, right before a look: only the first finds cold caches. While it is calm the last
@@ -156,7 +156,8 @@ class GoodputPolicy:
     @property
     def _gap(self) -> int:
         """Rounds from one look to the next. By what retired, not by what was asked."""
-        return self._settings.interval * min(1 + self._calm // CALM_ROUNDS, MAX_STRETCH, self._rows)
+        interval = self._settings.interval
+        return max(interval, min(interval * min(1 + self._calm // CALM_ROUNDS, self._rows), RARE_ROUNDS))
 
     def _hold(self, held: Held | None, scores: Sequence[float]) -> tuple[Held, str]:
         """The choice for the coming round, and why. `scores`: below 0 where a choice has no cost."""

@@ -16,6 +16,10 @@ from xspec.policy.switching import Held, Moment
 PLAIN_PROBE_SHARE, DRAFTING_PROBE_SHARE = 0.01, 0.005
 """Predicted time that probes may cost: in plain rounds, which show nothing, and where drafts are seen."""
 
+CLEAR_LOSS, TELLING_ROWS, MAX_PROBE_STRETCH = 0.9, 8, 4
+"""Where what is probed promises less than that of plain rounds, each probe halves their share, to a quarter;
+not below one for so many requests: a probe of 32 of them tells as much as four of 8."""
+
 RECENT_MS = 2_000.0
 RECENT_ROUNDS = 64
 """Rounds of the last 2 s, 64 at most, stand for the present load."""
@@ -30,14 +34,15 @@ LoadT = TypeVar("LoadT")
 class Planned(Generic[LoadT]):
     """A decode round as it was planned. `load`: what scores are made of, None where it could not be scored.
 
-    `probe_ms`: what the round costs more than one of the held choice; `probe_cap_ms`: the dearest probe.
-    `cause`: why the held choice changed, if it did.
+    `probe_ms`: what the round costs more than one of the held choice; `probe_cap_ms`: the dearest probe;
+    `hopeless`: it is a probe of what promises clearly less. `cause`: why the held choice changed, if it did.
     """
 
     rows: int
     load: LoadT | None = None
     probe_ms: float = 0.0
     probe_cap_ms: float = 0.0
+    hopeless: bool = False
     cause: str | None = None
 
 
@@ -49,6 +54,7 @@ class Ledger(Generic[LoadT]):
         self.elapsed_ms = 0.0
         self.allowance_ms = 0.0
         self.retired_id = -1
+        self._probe_stretch = 1
         self.reasons: Counter[str] = Counter()
         self.causes: Counter[str] = Counter()
         self._planned: dict[int, Planned[LoadT]] = {}
@@ -119,10 +125,17 @@ class Ledger(Generic[LoadT]):
     def _settle(self, plan: SpeculationPlan, planned: Planned[LoadT]) -> None:
         if plan.predicted_ms is not None:
             self.elapsed_ms += plan.predicted_ms
-            share = DRAFTING_PROBE_SHARE if plan.draft_steps else PLAIN_PROBE_SHARE
+            share = DRAFTING_PROBE_SHARE
+            if not plan.draft_steps:
+                telling = max(1, planned.rows // TELLING_ROWS)
+                share = PLAIN_PROBE_SHARE / min(self._probe_stretch, telling)
             earned = self.allowance_ms + share * plan.predicted_ms
             # What is lent to a probe is taken in full; what is saved up pays one probe of the dearest kind.
             self.allowance_ms = min(earned, max(planned.probe_cap_ms, 0.0)) - planned.probe_ms
+        if planned.hopeless:
+            self._probe_stretch = min(2 * self._probe_stretch, MAX_PROBE_STRETCH)
+        elif planned.cause is not None or plan.reason == "probe":
+            self._probe_stretch = 1
         if planned.load is not None:
             self._recent.append((plan.plan_id, self.elapsed_ms, planned.load))
         self._seen[planned.rows] = (plan.plan_id, self.elapsed_ms)

@@ -19,7 +19,7 @@ from xspec.policy.base import PolicyView
 from xspec.policy.batch_costs import BatchCosts
 from xspec.policy.budget import Tier, best_tier
 from xspec.policy.geometry import PolicyGeometry, draft_limits
-from xspec.policy.ledger import RECENT_ROUNDS, Ledger, Planned
+from xspec.policy.ledger import CLEAR_LOSS, RECENT_ROUNDS, Ledger, Planned
 from xspec.policy.resting import Rest
 from xspec.policy.settings import VERIFY_DEFAULTS
 from xspec.policy.survivals import STALE_BATCHES, Correction, Profile, SignalMemory
@@ -191,6 +191,8 @@ class TargetVerifyPolicy:
             held, best = self._probe(held, view.plan_id, promised, menu) if reason == "hold" else (held, None)
             if best is not None:
                 reason, planned.probe_ms = "probe", max(0.0, best.ms - menu.plain_ms)
+                plain, drafted = self._scores(held.load_id, duel)
+                planned.hopeless = drafted < CLEAR_LOSS * plain
             planned.probe_cap_ms = menu.probe_cap_ms
         self._turns.held = held
         self._ledger.plan(view.plan_id, planned)
