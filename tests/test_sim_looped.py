@@ -155,26 +155,17 @@ def test_acceptance_that_shifts_is_followed(clients: int) -> None:
         assert fmean(rate_of(one.of(name), None) / one.per_phase_best() for one in contests) >= share
 
 
-@pytest.mark.parametrize(
-    "clients",
-    [
-        pytest.param(
-            1,
-            marks=pytest.mark.xfail(
-                strict=True, reason="not met yet: goodput ends at 0.965 of the best fixed pair, bound 0.98"
-            ),
-        ),
-        8,
-    ],
-)
+@pytest.mark.parametrize("clients", [1, 8])
 def test_where_the_first_loop_cannot_draft_its_depth_is_left(clients: int) -> None:
     """From a config that was made for a model whose first loop can: within 64 rounds, and near the best."""
-    found = contest((LAST_LOOP_ONLY,), ((clients, 0.3, 0), (clients, 1.2, 0)))
-    best = rate_of(found.best_fixed(1), 1)
+    phases = ((clients, 0.3, 0), (clients, 1.2, 0))
+    contests = [contest((LAST_LOOP_ONLY,), phases, seed) for seed in range(1, 5)]
     for name, share in ((GOODPUT, 0.98), (EMA, 0.95)):
-        late = [*rounds(found, name, 0)[64:], *rounds(found, name, 1)]
-        assert sum(r.depth == 1 for r in late) <= 0.02 * len(late)
-        assert rate_of(found.of(name), 1) >= share * best
+        for found in contests:
+            late = [*rounds(found, name, 0)[64:], *rounds(found, name, 1)]
+            assert sum(r.depth == 1 for r in late) <= 0.02 * len(late)
+        reached = [rate_of(one.of(name), 1) / rate_of(one.best_fixed(1), 1) for one in contests]
+        assert fmean(reached) >= share
 
 
 # -- the world itself -----------------------------------------------------------------------------
